@@ -1,0 +1,1 @@
+"""vitprobe: how does this vision network work?"""

@@ -1,0 +1,176 @@
+"""Handing a batch to any model, and handing the model back as it was."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside any nesting of `torch.compile`, `DataParallel` and `DistributedDataParallel`.
+
+    Args:
+        model: the model as the user has it.
+
+    Returns:
+        The innermost module.
+
+    Raises:
+        TypeError: if it is no `nn.Module`, is TorchScript, or is sharded by FSDP.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a probe needs a torch.nn.Module, not {type(model).__name__}.")
+    while True:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(
+                "a TorchScript model runs outside Python, where nothing can be watched: give the nn.Module it was made from."
+            )
+        if type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+            raise TypeError("a model sharded by FSDP holds no whole weights: load it into one process, unsharded.")
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients for the length of a `with`; modes and random state are restored on any exit.
+
+    Compiled submodules run eagerly inside, because hooks and modes set after compilation are never called
+    (pytorch#117758).
+    """
+    modes = {module: module.training for module in model.modules()}
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with (
+        torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)),
+        torch.compiler.set_stance("force_eager"),
+        torch.no_grad(),
+    ):
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+
+def default_forward(model: nn.Module, batch: Any) -> Any:
+    """Call `model` on a batch: a tensor, a tuple that starts with one, or a mapping of keyword arguments.
+
+    Args:
+        model: any vision model.
+        batch: images; `(images, ...)`; or a mapping, whose `labels` are left out.
+
+    Returns:
+        Whatever the model returns.
+
+    Raises:
+        TypeError: for a batch of another kind.
+    """
+    if isinstance(batch, Tensor):
+        return model(batch)
+    if isinstance(batch, Mapping):
+        return model(**{key: value for key, value in batch.items() if key not in ("label", "labels")})
+    if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):
+        return model(batch[0])
+    raise TypeError(
+        f"a batch is a tensor, a tuple or list that starts with one, or a mapping of keyword arguments, not "
+        f"{type(batch).__name__}: give forward=lambda model, batch: ... that calls the model on yours."
+    )
+
+
+def to_model(batch: Any, model: nn.Module) -> Any:
+    """The batch on the device of the model, its floating-point tensors in the dtype of the model."""
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if parameter is None:
+        return batch
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(parameter.device, parameter.dtype if value.is_floating_point() else None)
+        if isinstance(value, Mapping):
+            return {key: move(item) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return [move(item) for item in value]
+        return value
+
+    return move(batch)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor in a nest of tuples, lists, mappings and `ModelOutput`s, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in tensors_of(item)]
+    return []
+
+
+def images_of(batch: Any) -> Tensor:
+    """The images of a batch: its first floating-point tensor `(batch, channel, y, x)`.
+
+    Args:
+        batch: what the model is called on.
+
+    Returns:
+        The images.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    for tensor in tensors_of(batch):
+        if tensor.ndim == 4 and tensor.is_floating_point():
+            return tensor
+    shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
+    raise ValueError(
+        f"no images (batch, channel, y, x) of floating point in the batch, only {shapes or type(batch).__name__}: "
+        "convert them with .float() and normalise them as the model expects."
+    )
+
+
+def first_images(batch: Any, count: int) -> Any:
+    """The same batch with its first `count` images only."""
+    size = len(images_of(batch))
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[:count] if value.ndim and len(value) == size else value
+        if isinstance(value, Mapping):
+            return {key: cut(item) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return [cut(item) for item in value]
+        return value
+
+    return cut(batch)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a model returned: a tensor, `.logits`, or the first tensor of a tuple or mapping.
+
+    Args:
+        output: the model's return value.
+
+    Returns:
+        The logits.
+
+    Raises:
+        TypeError: if there is no tensor in it.
+    """
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
+        return output["logits"]
+    tensors = tensors_of(output)
+    if not tensors:
+        raise TypeError(f"the model returned {type(output).__name__} with no tensor in it.")
+    return tensors[0]

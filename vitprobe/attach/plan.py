@@ -1,0 +1,327 @@
+"""From a trace to a plan: which operations of a forward pass are units, and which are attention maps."""
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from vitprobe.attach.forward import default_forward, first_images, images_of, logits_of, tensors_of, to_model
+from vitprobe.attach.layout import Layout, infer_layout, similar
+from vitprobe.attach.maps import MapSource
+from vitprobe.attach.trace import Event, Node, Trace, Tracer
+
+Kind = Literal["stem", "msa", "conv", "mlp", "subsample", "module"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One step of the residual stream.
+
+    Attributes:
+        index: position in the network, from 0.
+        name: path of the module it happens in; `#2` and so on for a module that is used again.
+        kind: `stem` (the stream's beginning), `msa`, `conv`, `mlp`, `subsample` (the grid changes), or `module`
+            (chosen by pattern).
+        depth: 0 for the first unit, 1 for the last.
+        layout: how its activation holds the image.
+        event: when its activation comes to be.
+        stream: for a residual branch, which operand of the addition (0 or 1) is the stream; else `None`.
+    """
+
+    index: int
+    name: str
+    kind: Kind
+    depth: float
+    layout: Layout
+    event: Event
+    stream: int | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention map of the network.
+
+    Attributes:
+        name: path of the module that applies it.
+        unit: index of the unit it belongs to, or `None`.
+        depth: depth of that unit.
+        heads: number of heads.
+        grid: rows and columns of patches that attend to each other (the window's, for windowed attention).
+        prefix: class, distillation and register tokens before them.
+        windows: windows in an image; 1 for global attention.
+        event: when it is applied.
+        source: how to get the map.
+    """
+
+    name: str
+    unit: int | None
+    depth: float
+    heads: int
+    grid: tuple[int, int]
+    prefix: int
+    windows: int
+    event: Event
+    source: MapSource
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model shows for batches of one shape: its units, its attention maps, and what had to be left out."""
+
+    units: tuple[Unit, ...]
+    attentions: tuple[AttentionSite, ...]
+    skipped: tuple[str, ...]
+    image: tuple[int, int]
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    layers: str | Sequence[str] = "auto",
+    prefix: int | None = None,
+    forward: Any = default_forward,
+) -> Plan:
+    """Trace one forward pass on two images of a batch and find the model's units and attention maps.
+
+    Args:
+        model: the module, unwrapped, in evaluation mode.
+        batch: what it is called on.
+        layers: `"auto"` finds the units; glob patterns of module paths take those modules' outputs instead.
+        prefix: tokens before the patches, where the inference is wrong.
+        forward: calls the model on a batch.
+
+    Returns:
+        The plan.
+    """
+    batch = first_images(to_model(batch, model), 2)
+    images = images_of(batch)
+    tracer = Tracer(model, [tensor for tensor in tensors_of(batch) if tensor.is_floating_point()])
+    with tracer.running():
+        logits = logits_of(forward(model, batch))
+    trace = tracer.trace
+    trace.output = tracer.node_of(logits)
+    finder = _Finder(trace, len(images), tuple(images.shape[-2:]), prefix, _declared_prefix(model))
+    if layers == "auto":
+        units = finder.residual_units() or finder.chain_units()
+    else:
+        units = finder.pattern_units([layers] if isinstance(layers, str) else list(layers))
+    units = _number(units)
+    attentions = finder.attentions(units)
+    return Plan(
+        units=tuple(found.unit for found in units),
+        attentions=tuple(attentions),
+        skipped=tuple(finder.skipped),
+        image=finder.image,
+    )
+
+
+@dataclass
+class _Found:
+    """A unit with the nodes of the trace that it consists of."""
+
+    unit: Unit
+    nodes: set[int]
+
+
+def _declared_prefix(model: nn.Module) -> int | None:
+    """What the model itself says of its prefix tokens (timm's attribute, or a transformers configuration)."""
+    if isinstance(declared := getattr(model, "num_prefix_tokens", None), int):
+        return declared
+    registers = getattr(getattr(model, "config", None), "num_register_tokens", None)
+    return registers + 1 if isinstance(registers, int) else None
+
+
+def _number(units: list[_Found]) -> list[_Found]:
+    """Give the units their index, their depth, and names that differ."""
+    last = max(len(units) - 1, 1)
+    uses: dict[str, int] = {}
+    for index, found in enumerate(units):
+        name = found.unit.name
+        uses[name] = uses.get(name, 0) + 1
+        if uses[name] > 1:
+            name = f"{name}#{uses[name]}"
+        found.unit = replace(found.unit, index=index, depth=index / last, name=name)
+    return units
+
+
+class _Finder:
+    def __init__(
+        self, trace: Trace, batch: int, image: tuple[int, int], prefix: int | None, declared: int | None
+    ) -> None:
+        self.trace = trace
+        self.batch = batch
+        self.image = image
+        self.prefix = prefix
+        self.declared = declared
+        self.skipped: list[str] = []
+
+    def layout(self, shape: tuple[int, ...]) -> Layout | None:
+        return infer_layout(
+            shape,
+            batch=self.batch,
+            image=self.image,
+            prefix=self.prefix,
+            declared=self.declared,
+            channels_last=self.trace.channels_last.get(shape),
+        )
+
+    def residual_units(self) -> list[_Found]:
+        """Additions on the stream, and what changes it between them without a skip connection."""
+        nodes, stream = self.trace.nodes, self.trace.stream()
+        additions = [n for n in stream if nodes[n].operands and (found := self.layout(nodes[n].shape)) and found.tokens > 1]
+        units: list[_Found] = []
+        for end in additions:
+            start = nodes[end].dominator
+            if not units:
+                units += self._transition(0, start, "stem")
+            else:
+                units += self._transition(max(units[-1].nodes), start)
+            grid = units[-1].unit.layout.grid if units else None
+            between = set(self.trace.between(start, end))
+            unit = self._unit(end, self._kind(between, grid, end), between)
+            # The skip connection is the operand that less was done to.
+            work = [len(self.trace.between(start, operand)) for operand in nodes[end].operands]
+            unit.unit = replace(unit.unit, stream=int(work[1] < work[0]))
+            units.append(unit)
+        if units:
+            last = max(units[-1].nodes)
+            rest = [n for n in stream if n > last and self._grid(n) == units[-1].unit.layout.grid]
+            units += self._transition(last, rest[-1]) if rest else []
+        return units
+
+    def chain_units(self) -> list[_Found]:
+        """A network without residual additions: each step from one mixing operation to the next."""
+        nodes = self.trace.nodes
+        stream = [n for n in self.trace.stream() if n == 0 or self.layout(nodes[n].shape)]
+        mixing = [n for n in stream if nodes[n].op in ("conv", "linear", "attention")]
+        ends = [stream[stream.index(n) - 1] for n in mixing[1:]] + stream[-1:]
+        units: list[_Found] = []
+        start = 0
+        for end in ends:
+            if end > start:
+                units += self._transition(start, end, None if units else "stem")
+                start = end
+        return units
+
+    def pattern_units(self, patterns: list[str]) -> list[_Found]:
+        """The outputs of the modules whose path matches a pattern."""
+        calls = self.trace.modules
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(call.name, pattern) for call in calls):
+                names = ", ".join(dict.fromkeys(call.name for call in calls if call.name))
+                raise ValueError(f"no module of the model matches layers={pattern!r}; it has {names}.")
+        units = []
+        for call in calls:
+            if any(fnmatch.fnmatchcase(call.name, pattern) for pattern in patterns):
+                if layout := self.layout(call.shape):
+                    units.append(_Found(Unit(0, call.name, "module", 0.0, layout, call.event), set()))
+                else:
+                    self.skipped.append(f"{call.name}: an output of shape {call.shape} is no image")
+        return units
+
+    def attentions(self, units: list[_Found]) -> list[AttentionSite]:
+        """The attention maps between patches; the others go to `skipped` with the reason."""
+        sites = []
+        for index, node in enumerate(self.trace.nodes):
+            if node.source is None:
+                continue
+            unit = next((found.unit for found in units if index in found.nodes), None)
+            site = self._attention(node, unit, len([s for s in sites if s.name == node.module]))
+            if isinstance(site, str):
+                self.skipped.append(f"{node.module}: {site}")
+            else:
+                sites.append(site)
+        return sites
+
+    def _attention(self, node: Node, unit: Unit | None, used: int) -> AttentionSite | str:
+        source = node.source
+        assert source is not None
+        queries, keys = source.shape[-2:]
+        leading = math.prod(source.shape[:-2])
+        if len(source.shape) >= 4:
+            heads = source.shape[-3]
+        else:
+            # (batch x head) on one axis, batch first: the stream's width tells the heads, else there are no windows.
+            width = unit and self._channels(unit)
+            heads = width // source.value_dim if width and width % source.value_dim == 0 else leading // self.batch
+        if leading % heads or (leading // heads) % self.batch:
+            return f"a map of shape {source.shape} does not divide into {self.batch} images"
+        windows = leading // heads // self.batch
+        layout = unit.layout if unit else None
+        if queries != keys:
+            return f"{queries} queries attend to {keys} keys, which lie on different grids"
+        if windows == 1:
+            tokens = layout.tokens if layout else None
+            found = infer_layout(
+                (self.batch, queries, 1),
+                batch=self.batch,
+                image=self.image,
+                prefix=layout.prefix if layout and tokens == queries else self.prefix,
+                declared=self.declared,
+            )
+            if found is None or (tokens is not None and abs(tokens - queries) > MAX_TOKEN_DIFFERENCE):
+                return f"a map of {queries}x{keys} is not over the {tokens} tokens but, it seems, over channels"
+            grid, prefix = found.grid, found.prefix
+        else:
+            side = math.isqrt(queries)
+            if side * side != queries:
+                return f"a window of {queries} tokens is not square"
+            grid, prefix = (side, side), 0
+            if layout and windows * queries < layout.grid[0] * layout.grid[1]:
+                return f"{windows} maps of {queries}x{keys} do not cover {layout.grid[0]}x{layout.grid[1]} tokens"
+        name = node.module if not used else f"{node.module}#{used + 1}"
+        return AttentionSite(
+            name=name,
+            unit=unit.index if unit else None,
+            depth=unit.depth if unit else math.nan,
+            heads=heads,
+            grid=grid,
+            prefix=prefix,
+            windows=windows,
+            event=node.event,
+            source=source,
+        )
+
+    def _channels(self, unit: Unit) -> int:
+        shape = next(node.shape for node in self.trace.nodes if node.event == unit.event)
+        return shape[1] if unit.layout.axes == "bchw" else shape[-1]
+
+    def _transition(self, start: int, end: int, kind: Kind | None = None) -> list[_Found]:
+        """The unit between two nodes of the stream, if anything but norms and activations happens there."""
+        nodes = set(self.trace.between(start, end)) if end > start else set()
+        layout = self.layout(self.trace.nodes[end].shape)
+        if layout is None:
+            return []
+        if kind is None:
+            mixes = any(self.trace.nodes[n].op in ("attention", "conv", "linear") for n in nodes)
+            moves = layout.grid != self._grid(start)
+            if not mixes and not moves:
+                return []
+            kind = self._kind(nodes, self._grid(start), end)
+        return [self._unit(end, kind, nodes | {end})]
+
+    def _kind(self, between: set[int], grid: tuple[int, int] | None, end: int) -> Kind:
+        if grid is not None and self._grid(end) != grid:
+            return "subsample"
+        ops = {self.trace.nodes[n].op for n in between}
+        if "attention" in ops:
+            return "msa"
+        return "conv" if ops & {"conv", "pool"} else "mlp"
+
+    def _unit(self, end: int, kind: Kind, nodes: set[int]) -> _Found:
+        node = self.trace.nodes[end]
+        layout = self.layout(node.shape)
+        assert layout is not None
+        return _Found(Unit(0, node.module, kind, 0.0, layout, node.event), nodes)
+
+    def _grid(self, node: int) -> tuple[int, int] | None:
+        layout = self.layout(self.trace.nodes[node].shape)
+        return layout.grid if layout else None
+
+
+# Prefix tokens may join between an attention and the addition that closes its unit, not hundreds of them.
+MAX_TOKEN_DIFFERENCE = 16

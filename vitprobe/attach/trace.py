@@ -1,0 +1,286 @@
+"""One forward pass of any eager model, seen operation by operation.
+
+A `TorchFunctionMode` sees every call of PyTorch's Python interface, whichever library makes it; module hooks say
+where it happens. The tracer keeps the graph of activations (shapes and arrows, no tensors) and, as it grows, each
+node's *immediate dominator*: the last tensor through which every path from the images to it leads. The dominators
+of the logits are the residual stream, since a skip connection leads around whatever happens inside a branch.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from vitprobe.attach.forward import tensors_of
+from vitprobe.attach.maps import MapSource, recognise
+
+Op = Literal["add", "attention", "conv", "linear", "pool", "other"]
+
+ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, operator.add}
+CONV = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d}
+POOL = {F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.interpolate}
+PRODUCT = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, Tensor.bmm}
+PRODUCT |= {torch.einsum, torch.addmm, torch.baddbmm, F.bilinear}
+CHANNELS_FIRST = {F.conv2d, F.batch_norm, F.group_norm, F.max_pool2d, F.avg_pool2d}
+CHANNELS_LAST = {F.linear, F.layer_norm}
+
+
+@dataclass(frozen=True)
+class Event:
+    """When something happens in a forward pass, so that it can be found again in the next one.
+
+    Counted inside each module's call and by function, because a model may run other operations the first time than
+    later (tables it caches, say).
+
+    Attributes:
+        call: the n-th call of a module in the pass; 0 is outside of any.
+        function: the function called in it; empty when it is the module's return.
+        number: the n-th call of that function there.
+    """
+
+    call: int
+    function: str
+    number: int
+
+
+@dataclass
+class Node:
+    """One activation of the traced pass.
+
+    Attributes:
+        event: when it came to be.
+        op: what made it, as far as kinds of units care.
+        module: path of the module it was made in.
+        shape: its shape.
+        parents: the activations it was made from, as indices into `Trace.nodes`.
+        dominator: index of its immediate dominator; -1 for the images themselves.
+        height: number of its dominators.
+        operands: for an addition, the nodes of its two operands in order.
+        source: for an attention, where its map comes from.
+    """
+
+    event: Event
+    op: Op
+    module: str
+    shape: tuple[int, ...]
+    parents: tuple[int, ...]
+    dominator: int
+    height: int
+    operands: tuple[int, ...] = ()
+    source: MapSource | None = None
+
+
+@dataclass
+class ModuleCall:
+    """One module that returned during the traced pass, with the shape of its first tensor."""
+
+    event: Event
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Trace:
+    """The graph of activations of one forward pass; node 0 stands for everything that was put in."""
+
+    nodes: list[Node] = field(default_factory=list)
+    modules: list[ModuleCall] = field(default_factory=list)
+    channels_last: dict[tuple[int, ...], bool] = field(default_factory=dict)
+    output: int | None = None
+
+    def stream(self) -> list[int]:
+        """The nodes that every path from the images to the logits leads through, in order, node 0 first."""
+        path = []
+        node = self.output if self.output is not None else len(self.nodes) - 1
+        while node >= 0:
+            path.append(node)
+            node = self.nodes[node].dominator
+        return path[::-1]
+
+    def between(self, start: int, end: int) -> list[int]:
+        """The nodes that `end` was made from, back to `start`, which dominates it; `end` included."""
+        seen, waiting = set(), [end]
+        while waiting:
+            node = waiting.pop()
+            if node != start and node not in seen:
+                seen.add(node)
+                waiting.extend(self.nodes[node].parents)
+        return sorted(seen)
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The path of every module, without the prefixes that compilation adds."""
+    return {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
+
+
+@dataclass
+class _Frame:
+    """One module's call under way."""
+
+    name: str
+    call: int
+    functions: dict[str, int] = field(default_factory=dict)
+
+
+class Clock(TorchFunctionMode):
+    """Counts the operations and module calls of a forward pass, and calls back at each.
+
+    Base of the tracer, which records all, and of the watch, which waits for a few. Only calls that return tensors
+    or change one count; reading a shape does not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = names_of(model)
+        self.stack: list[_Frame] = []
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is Tensor.__setitem__:
+            changed: Any = args[0]
+        elif isinstance(result, Tensor | tuple | list):
+            changed = result
+        else:
+            return result
+        if tensors := tensors_of(changed):
+            frame, name = self.stack[-1], func.__name__
+            frame.functions[name] = number = frame.functions.get(name, 0) + 1
+            self.on_operation(Event(frame.call, name, number), func, args, kwargs, tensors)
+        return result
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch for the length of a `with`; everything global is removed on any exit."""
+        self.calls = 0
+        self.stack = [_Frame("", 0)]
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            # always_call: the stack stays right when a forward raises and the model catches it
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self.names:
+            self.calls += 1
+            self.stack.append(_Frame(self.names[module], self.calls))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module not in self.names:
+            return
+        frame = self.stack.pop()
+        if tensors := tensors_of(output):
+            self.on_module(Event(frame.call, "", 0), frame.name, args, tensors)
+
+    def on_operation(
+        self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
+        """Called after each operation with the tensors that it returned or changed."""
+        raise NotImplementedError
+
+    def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> None:
+        """Called after each module of the model that returned tensors."""
+        raise NotImplementedError
+
+
+class Tracer(Clock):
+    """Records the graph of one forward pass into `trace`."""
+
+    def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
+        super().__init__(model)
+        self.trace = Trace([Node(Event(0, "", 0), "other", "", tuple(inputs[0].shape), (), -1, 0)])
+        # Weak keys: the trace never keeps an activation alive, and a freed one's identity is never reused.
+        self._node: WeakIdKeyDictionary = WeakIdKeyDictionary({tensor: 0 for tensor in inputs})
+
+    def node_of(self, tensor: Tensor) -> int | None:
+        """The node of a tensor; `None` if it does not depend on the images."""
+        return self._node.get(tensor)
+
+    def on_operation(
+        self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
+        """Record what one operation made from what."""
+        inputs = [*tensors_of(list(args)), *tensors_of(kwargs)]
+        parents = [node for tensor in inputs if (node := self.node_of(tensor)) is not None]
+        if not parents:
+            return
+        op: Op = self._classify(func, args, kwargs)
+        source = recognise(func, args, kwargs)
+        operands: tuple[int, ...] = ()
+        if source is not None:
+            op = "attention"
+        elif op == "add":
+            operands = self._operands(args, kwargs)
+        node = Node(
+            event,
+            op,
+            self.stack[-1].name,
+            tuple(tensors[0].shape),
+            tuple(dict.fromkeys(parents)),
+            *self._dominate(parents),
+            operands,
+            source,
+        )
+        self._record(node, tensors)
+        if func in CHANNELS_FIRST or func in CHANNELS_LAST:
+            self.trace.channels_last.setdefault(node.shape, func in CHANNELS_LAST)
+
+    def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> None:
+        """Record a module's return, and bridge operations that no mode sees (scripted activations, say)."""
+        self.trace.modules.append(ModuleCall(event, name, tuple(tensors[0].shape)))
+        unseen = [tensor for tensor in tensors if self.node_of(tensor) is None]
+        parents = [node for tensor in tensors_of(args) if (node := self.node_of(tensor)) is not None]
+        if unseen and parents:
+            shape = tuple(unseen[0].shape)
+            self._record(Node(event, "other", name, shape, tuple(parents), *self._dominate(parents)), unseen)
+
+    def _record(self, node: Node, tensors: list[Tensor]) -> None:
+        self.trace.nodes.append(node)
+        for tensor in tensors:
+            self._node[tensor] = len(self.trace.nodes) - 1
+
+    def _dominate(self, parents: list[int]) -> tuple[int, int]:
+        nodes = self.trace.nodes
+        common = parents[0]
+        for other in parents[1:]:
+            while common != other:
+                if nodes[common].height < nodes[other].height:
+                    common, other = other, common
+                common = nodes[common].dominator
+        return common, nodes[common].height + 1
+
+    def _operands(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, ...]:
+        pair = tensors_of([*args[:2], kwargs.get("other")])
+        if len(pair) != 2 or pair[0].shape != pair[1].shape:
+            return ()
+        nodes = tuple(self.node_of(tensor) for tensor in pair)
+        return () if None in nodes else nodes  # type: ignore[return-value]
+
+    def _classify(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Op:
+        if func in ADD:
+            return "add"
+        if func in CONV:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            return "linear" if all(side == 1 for side in weight.shape[2:]) else "conv"
+        if func in POOL:
+            return "pool"
+        if func in PRODUCT and any(self.node_of(tensor) is None for tensor in tensors_of(list(args))):
+            return "linear"
+        return "other"

@@ -1,0 +1,21 @@
+"""Names a user types: what to say when one is unknown."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown(what: str, given: str, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not in a registry: what was given, the nearest names, and all of them.
+
+    Args:
+        what: the kind of thing, e.g. `"model"`.
+        given: the name that was typed.
+        known: every name that would have been accepted.
+
+    Returns:
+        A `ValueError`, to be raised by the caller.
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return ValueError(f"unknown {what} {given!r}.{hint} Known: {', '.join(known)}.")

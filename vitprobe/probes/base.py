@@ -1,0 +1,285 @@
+"""What all probes share: the pass over the batches, running means with standard errors, coordinates, provenance."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from vitprobe.attach import (
+    Activation,
+    AttentionSite,
+    Plan,
+    Unit,
+    Watch,
+    default_forward,
+    images_of,
+    plan,
+    to_model,
+    untouched,
+    unwrap,
+)
+from vitprobe.results import provenance
+
+
+class RunningMean:
+    """Mean and standard error over images of values that arrive in chunks `(image, ...)`, in float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean: Tensor | None = None
+        self._squares: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """Add a chunk (Chan, Golub & LeVeque's update, which does not cancel)."""
+        values = values.detach().to(torch.float64)
+        count, mean = len(values), values.mean(0)
+        squares = (values - mean).square().sum(0)
+        if self._mean is None or self._squares is None:
+            self.count, self._mean, self._squares = count, mean, squares
+            return
+        total = self.count + count
+        step = mean - self._mean
+        self._squares += squares + step.square() * (self.count * count / total)
+        self._mean += step * (count / total)
+        self.count = total
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean over all images."""
+        assert self._mean is not None
+        return self._mean.cpu().numpy()
+
+    @property
+    def standard_error(self) -> np.ndarray:
+        """The standard error of the mean, images being the independent units; NaN for one image."""
+        assert self._squares is not None
+        squares = self._squares.cpu().numpy()
+        if self.count < 2:
+            return np.full_like(squares, np.nan)
+        return np.sqrt(squares / (self.count - 1) / self.count)
+
+
+class FeatureProbe(ABC):
+    """A measurement that streams activations or attention maps into running statistics.
+
+    A subclass sets the class attributes, empties its statistics in `start`, adds one chunk of images in `update`,
+    and gives variables along `layer` in `variables`. Everything else is done once, in `probe`.
+
+    Attributes:
+        name: of the probe, its function and its dataset.
+        title: what it measures, for the dataset.
+        references: its source, for the dataset.
+        reads: what `update` gets: `(unit, activation)` or `(site, maps)`.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    references: ClassVar[str]
+    reads: ClassVar[Literal["activation", "attention"]]
+
+    @abstractmethod
+    def start(self) -> None:
+        """Forget everything that was measured."""
+
+    @abstractmethod
+    def update(self, where: Any, what: Any) -> None:
+        """Add the activation of a unit, or the maps of an attention site, for a chunk of images."""
+
+    @abstractmethod
+    def dataset(self, places: Sequence[Any]) -> xr.Dataset:
+        """What was measured at the given units or sites, as variables along `layer`."""
+
+    def config(self) -> dict[str, Any]:
+        """The options that the numbers depend on."""
+        return {}
+
+    def run(self, model: nn.Module, batches: Iterable[Any], **options: Any) -> xr.Dataset:
+        """This probe alone: `probe(model, batches, [self])` as one flat dataset."""
+        return _run(model, batches, [self], **options)[self.name]
+
+
+def probe(
+    model: nn.Module,
+    batches: Iterable[Any],
+    probes: Sequence[FeatureProbe],
+    *,
+    layers: str | Sequence[str] = "auto",
+    prefix: int | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    progress: bool = True,
+) -> xr.DataTree:
+    """Measure a model with any number of probes in one pass over the batches.
+
+    The model is watched, not changed: it runs in evaluation mode without gradients and is handed back as it was.
+
+    Args:
+        model: any eager PyTorch vision model, also compiled or wrapped in DataParallel or DDP.
+        batches: tensors of images, tuples that start with one, or mappings of keyword arguments.
+        probes: the measurements, e.g. `[Fourier(), FeatureVariance(), Nonlocality()]`.
+        layers: `"auto"` finds the residual units; glob patterns of module paths measure those modules' outputs.
+        prefix: number of class, distillation and register tokens, where the inference (recorded in the dataset's
+            coordinates) is wrong.
+        forward: `forward(model, batch)` for models that are called in another way.
+        progress: whether a terminal shows a progress bar.
+
+    Returns:
+        One flat dataset per probe, by its name.
+
+    Raises:
+        TypeError: if the model cannot be watched, or a probe is none.
+        ValueError: if there are no batches, or nothing to measure.
+    """
+    return xr.DataTree.from_dict(
+        _run(model, batches, probes, layers=layers, prefix=prefix, forward=forward, progress=progress)
+    )
+
+
+def _run(
+    model: nn.Module,
+    batches: Iterable[Any],
+    probes: Sequence[FeatureProbe],
+    *,
+    layers: str | Sequence[str] = "auto",
+    prefix: int | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    progress: bool = True,
+) -> dict[str, xr.Dataset]:
+    if not probes:
+        raise ValueError("no probes were given: pass a list such as [Fourier(), FeatureVariance()].")
+    for one in probes:
+        if not isinstance(one, FeatureProbe):
+            raise TypeError(f"a probe is a FeatureProbe such as Fourier(), not {one!r}; note the brackets.")
+    bare = unwrap(model)
+    forward = forward or default_forward
+    found: Plan | None = None
+    watch: Watch | None = None
+    shape: tuple[int, ...] = ()
+    images = 0
+    for one in probes:
+        one.start()
+    with untouched(bare):
+        for batch in tqdm(_iterate(batches), desc="probe", unit="batch", disable=None if progress else True):
+            batch = to_model(batch, bare)
+            size, *here = images_of(batch).shape
+            if found is None or watch is None:
+                found, shape = plan(bare, batch, layers=layers, prefix=prefix, forward=forward), tuple(here)
+                _require_something(found, probes)
+                watch = _watch(bare, found, probes)
+            elif tuple(here) != shape:
+                raise ValueError(
+                    f"images of {tuple(here)} after images of {shape} (channel, y, x): frequencies and distances "
+                    "are not comparable between sizes; measure each size by itself."
+                )
+            watch(forward, bare, batch)
+            images += size
+    if found is None:
+        raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
+    device = next((str(p.device) for p in bare.parameters()), "cpu")
+    return {one.name: _dataset(one, found, bare, images, device) for one in probes}
+
+
+def _iterate(batches: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(batches, Tensor | Mapping):
+        return [batches]
+    if isinstance(batches, tuple) and batches and isinstance(batches[0], Tensor) and batches[0].ndim == 4:
+        return [batches]
+    return batches
+
+
+def _places(one: FeatureProbe, found: Plan) -> Sequence[Unit] | Sequence[AttentionSite]:
+    return found.units if one.reads == "activation" else found.attentions
+
+
+def _require_something(found: Plan, probes: Sequence[FeatureProbe]) -> None:
+    for one in probes:
+        if not _places(one, found):
+            what, advice = (
+                ("units", 'name modules with layers=["blocks.*"] or the like')
+                if one.reads == "activation"
+                else ("attention maps between patches", "attention kernels that bypass PyTorch cannot be seen: run it with SDPA")
+            )
+            reasons = f" Left out: {'; '.join(found.skipped)}." if found.skipped else ""
+            raise ValueError(f"{one.name}: the forward pass shows no {what}; {advice}.{reasons}")
+
+
+def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe]) -> Watch:
+    readers: dict[str, list[FeatureProbe]] = {"activation": [], "attention": []}
+    for one in probes:
+        readers[one.reads].append(one)
+
+    def on_unit(unit: Unit, activation: Activation) -> None:
+        for one in readers["activation"]:
+            one.update(unit, activation)
+
+    def on_attention(site: AttentionSite, maps: Tensor) -> None:
+        for one in readers["attention"]:
+            one.update(site, maps)
+
+    return Watch(
+        model,
+        found,
+        on_unit=on_unit if readers["activation"] else None,
+        on_attention=on_attention if readers["attention"] else None,
+    )
+
+
+def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, device: str) -> xr.Dataset:
+    places = _places(one, found)
+    kinds = {unit.index: unit.kind for unit in found.units}
+    grids = [place.layout.grid if isinstance(place, Unit) else place.grid for place in places]
+    prefixes = [place.layout.prefix if isinstance(place, Unit) else place.prefix for place in places]
+    kind = [place.kind if isinstance(place, Unit) else kinds.get(place.unit, "msa") for place in places]
+    coords: dict[str, tuple[str, Any, dict[str, str]]] = {
+        "layer": ("layer", np.arange(len(places)), {"long_name": "place in the order of the forward pass"}),
+        "layer_name": ("layer", [place.name for place in places], {"long_name": "path of the module"}),
+        "kind": ("layer", kind, {"long_name": "what ran since the unit before"}),
+        "depth": ("layer", [place.depth for place in places], {"long_name": "normalised depth", "units": "1"}),
+        "grid_h": ("layer", [grid[0] for grid in grids], {"long_name": "rows of patches", "units": "1"}),
+        "grid_w": ("layer", [grid[1] for grid in grids], {"long_name": "columns of patches", "units": "1"}),
+        "prefix": ("layer", prefixes, {"long_name": "class, distillation and register tokens", "units": "1"}),
+    }
+    ds = one.dataset(places).assign_coords(coords)
+    options = one.config()
+    ds.attrs = provenance(
+        title=one.title,
+        references=one.references,
+        config={"probe": one.name, **options},
+        device=device,
+        probe=one.name,
+        model_class=f"{type(model).__module__}.{type(model).__qualname__}",
+        parameters=sum(p.numel() for p in model.parameters()),
+        images=images,
+        image_height=found.image[0],
+        image_width=found.image[1],
+        skipped=json.dumps(list(found.skipped)),
+        **{key: value for key, value in options.items() if isinstance(value, str | int | float)},
+    )
+    return ds
+
+
+def along_layer(
+    values: Sequence[np.ndarray | float], dims: Sequence[str], *, long_name: str, units: str
+) -> tuple[tuple[str, ...], np.ndarray, dict[str, str]]:
+    """A dataset variable with one entry per unit, padded with NaN where units differ in size.
+
+    Args:
+        values: one array per unit.
+        dims: names of the axes of each array.
+        long_name: what it is.
+        units: its units.
+
+    Returns:
+        `(dims, array, attributes)` with `layer` as the first axis.
+    """
+    arrays = [np.asarray(value, dtype=np.float64) for value in values]
+    shape = tuple(max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True))
+    padded = np.full((len(arrays), *shape), np.nan)
+    for index, array in enumerate(arrays):
+        padded[index, *(slice(size) for size in array.shape)] = array
+    return ("layer", *dims), padded, {"long_name": long_name, "units": units}

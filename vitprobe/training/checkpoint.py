@@ -1,0 +1,164 @@
+"""Weights and unfinished trainings on disk: written whole or not at all, loaded without running any code."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+CURRENT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
+
+
+def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+    """Loads weights from a checkpoint of this or of most other trainers into a model.
+
+    Accepts a state dict, or one inside `{"state_dict": …}` or `{"model": …}`, with or without the `module.`
+    and `_orig_mod.` that DataParallel, DDP and `torch.compile` put into the names, on either side. Files are
+    loaded with `weights_only=True`: they cannot run code.
+
+    Args:
+        model: the model to fill, wrapped or not.
+        source: a file, or what was in it.
+
+    Raises:
+        ValueError: if the source holds no weights, or names or shapes differ from the model's.
+    """
+    where = "the given weights" if isinstance(source, Mapping) else str(source)
+    content = (
+        source if isinstance(source, Mapping) else torch.load(source, map_location="cpu", weights_only=True)
+    )
+    while isinstance(content, Mapping) and (
+        inner := next(
+            (content[key] for key in ("state_dict", "model") if isinstance(content.get(key), Mapping)), None
+        )
+    ):
+        content = inner
+    if not isinstance(content, Mapping):
+        raise ValueError(
+            f"{where} holds a {type(content).__name__}, not a state dict: save model.state_dict()."
+        )
+    weights = plain_names(content)
+    expected = plain_names({name: (name, value) for name, value in model.state_dict().items()})
+    # Checkpoints older than PyTorch 0.4.1 lack BatchNorm's counter, which evaluation never reads.
+    missing = [key for key in expected if key not in weights and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in weights if key not in expected]
+    reshaped = [
+        f"{key} {tuple(weights[key].shape)} instead of {tuple(value.shape)}"
+        for key, (_, value) in expected.items()
+        if isinstance(weights.get(key), Tensor) and weights[key].shape != value.shape
+    ]
+    problems = [("missing", missing), ("unexpected", unexpected), ("other shape", reshaped)]
+    if any(names for _, names in problems):
+        listing = "; ".join(f"{what}: {_some(names)}" for what, names in problems if names)
+        raise ValueError(f"{where} does not fit the model ({type(model).__name__}). {listing}.")
+    model.load_state_dict({name: weights.get(key, value) for key, (name, value) in expected.items()})
+
+
+def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same entries without the `module` and `_orig_mod` that wrappers add, anywhere in their names.
+
+    Args:
+        state: entries by dotted name.
+
+    Raises:
+        ValueError: if two names become one.
+    """
+    plain = {
+        ".".join(part for part in name.split(".") if part not in {"module", "_orig_mod"}): value
+        for name, value in state.items()
+    }
+    if len(plain) != len(state):
+        raise ValueError(
+            "two parameters have the same name once `module.` and `_orig_mod.` are left out of it:"
+            " rename the submodule called `module`."
+        )
+    return plain
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def save_checkpoint(folder: Path, content: dict[str, Any]) -> None:
+    """Writes the training's state to `checkpoint.pt`; the one there becomes `checkpoint.previous.pt`."""
+    temporary = _write(folder / CURRENT, lambda file: torch.save(content, file))
+    if (folder / CURRENT).exists():
+        os.replace(folder / CURRENT, folder / PREVIOUS)
+    os.replace(temporary, folder / CURRENT)
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """The training's state in a folder: the last checkpoint, the one before if that is damaged, or `None`.
+
+    Args:
+        folder: the folder of a run.
+
+    Raises:
+        ValueError: if there are checkpoints and none can be read.
+    """
+    failures = []
+    for name in (CURRENT, PREVIOUS):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file can fail in any way
+            failures.append(f"{path} ({type(error).__name__})")
+            continue
+        if name == PREVIOUS:
+            if failures:
+                warnings.warn(
+                    f"{failures[0]} is damaged: going on from {path}, epoch {content['epoch']}.", stacklevel=3
+                )
+            os.replace(path, folder / CURRENT)  # or the next save would put the damaged file in its place
+        return content
+    if failures:
+        raise ValueError(f"no checkpoint can be read: {', '.join(failures)}. Delete {folder} to train anew.")
+    return None
+
+
+def require_same(folder: Path, saved: Mapping[str, Any], asked: Mapping[str, Any], what: str) -> None:
+    """Refuses to go on in a folder whose training was another one.
+
+    Args:
+        folder: the folder of the run.
+        saved: the configuration that the folder was made with.
+        asked: the configuration of this call.
+        what: `"recipe"` or `"data"`.
+
+    Raises:
+        ValueError: if any field differs; names each with both values.
+    """
+    absent = "(absent)"
+    fields = [key for key in {**saved, **asked} if saved.get(key, absent) != asked.get(key, absent)]
+    if fields:
+        listing = "; ".join(
+            f"{what}.{key} was {saved.get(key, absent)!r} and is now {asked.get(key, absent)!r}"
+            for key in fields
+        )
+        raise ValueError(
+            f"{folder} holds a training with another {what}: {listing}."
+            f" Give the old {what} to go on with it, or another folder=, or delete {folder} to train anew."
+        )
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file whole or not at all."""
+    text = json.dumps(content, indent=1)
+    os.replace(_write(path, lambda file: file.write(text.encode())), path)
+
+
+def _write(path: Path, write: Callable[[BinaryIO], Any]) -> Path:
+    """Writes beside `path`, down to the disk, and returns where: the caller moves it into place."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary

@@ -1,0 +1,98 @@
+"""Loss and accuracy of a model on batches."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` measured, over images.
+
+    Attributes:
+        nll: mean negative log-likelihood of the label [nats].
+        nll_se: its standard error over images [nats].
+        accuracy: share of images whose largest output is the label's.
+        accuracy_se: its (binomial) standard error over images.
+        images: how many images there were.
+    """
+
+    nll: float
+    nll_se: float
+    accuracy: float
+    accuracy_se: float
+    images: int
+
+
+def evaluate(
+    model: nn.Module, batches: Iterable[Any], *, device: torch.device | str | None = None
+) -> Evaluation:
+    """Mean negative log-likelihood and accuracy over all images, in evaluation mode.
+
+    Every image counts the same, also in a short last batch. Afterwards every module is in the mode it was in.
+
+    Args:
+        model: takes `(batch, channel, height, width)`, gives `(batch, class)`.
+        batches: any iterable of `(images, labels)`; labels are class numbers.
+        device: where to compute; `None` is where the model is.
+
+    Raises:
+        ValueError: if there is no image, or a label is not a class number.
+    """
+    device = torch.device(device) if device is not None else device_of(model)
+    model.to(device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums of loss, squared loss and hits
+    count = 0
+    with evaluation_mode(model), torch.no_grad():
+        for images, labels, *_ in batches:
+            labels = labels.to(device, non_blocking=True)
+            if labels.ndim != 1 or labels.is_floating_point():
+                raise ValueError(
+                    f"evaluate needs class numbers of shape (batch,), not {labels.dtype} of shape"
+                    f" {tuple(labels.shape)}."
+                )
+            logits = logits_of(model(images.to(device, non_blocking=True))).double()
+            loss = F.cross_entropy(logits, labels.long(), reduction="none")
+            hits = (logits.argmax(1) == labels).sum()
+            totals += torch.stack([loss.sum(), loss.square().sum(), hits.double()])
+            count += len(labels)
+    if count == 0:
+        raise ValueError(
+            "evaluate got no images: the batches are empty, or an iterator that was already used up."
+        )
+    nll, square, accuracy = (totals / count).tolist()
+    return Evaluation(
+        nll=nll,
+        nll_se=(max(square - nll**2, 0.0) / max(count - 1, 1)) ** 0.5,
+        accuracy=accuracy,
+        accuracy_se=(accuracy * (1 - accuracy) / count) ** 0.5,
+        images=count,
+    )
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts every module in evaluation mode and, afterwards, each back in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits a model returned: its tensor, or the `.logits`, or the first of a tuple."""
+    output = getattr(output, "logits", output)
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter is."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

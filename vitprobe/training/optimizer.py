@@ -1,0 +1,44 @@
+"""The optimiser of a recipe, and what it lets decay."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitprobe.training.recipe import Recipe
+
+
+def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """The trainable parameters, in one group for `decay="all"` and in two for `decay="matrices"`.
+
+    A parameter is a matrix if it has two or more dimensions, is called `…weight` and is not an embedding's:
+    class tokens, position codes and relative-bias tables have two dimensions too, but are no map's weights.
+    Frozen parameters (`requires_grad=False`) are left out.
+
+    Args:
+        model: any module.
+        recipe: gives `weight_decay` and `decay`.
+    """
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if recipe.decay == "all":
+        return [{"params": list(trainable.values()), "weight_decay": recipe.weight_decay}]
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
+    for name, parameter in trainable.items():
+        is_matrix = parameter.ndim >= 2 and name.endswith("weight") and id(parameter) not in embeddings
+        (matrices if is_matrix else free).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimiser over the model's trainable parameters; its rate is set anew at every step."""
+    groups = parameter_groups(model, recipe)
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum)
+    kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=recipe.lr, betas=recipe.betas)

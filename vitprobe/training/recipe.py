@@ -1,0 +1,110 @@
+"""The settings of one training, as one frozen value."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from vitprobe.names import unknown
+
+Optimizer = Literal["adamw", "adam", "sgd"]
+Decay = Literal["all", "matrices"]
+Schedule = Literal["cosine", "constant", "triangular"]
+Precision = Literal["float32", "bfloat16"]
+
+_CHOICES = {"optimizer": Optimizer, "decay": Decay, "schedule": Schedule, "precision": Precision}
+_COUNTS = ("epochs", "batch_size")
+_NOT_NEGATIVE = ("weight_decay", "warmup_epochs", "min_lr", "mixup", "cutmix")
+_PROBABILITIES = ("mix_probability", "mix_switch")
+_BELOW_ONE = ("momentum", "label_smoothing", "stochastic_depth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a model is trained. Equal recipes, data and initial weights give equal numbers on a CPU.
+
+    Attributes:
+        epochs: passes over the training images, warm-up included.
+        batch_size: images per step; the last batch of an epoch may be shorter.
+        optimizer: `"adamw"` (decoupled decay), `"adam"` or `"sgd"` (decay as an L2 term in the gradient).
+        lr: the peak learning rate.
+        weight_decay: the decay coefficient.
+        decay: what decays: `"all"` parameters (Park and Kim 2022), or `"matrices"`: weights with two or more
+            dimensions only, not normalisation, biases, tokens and positions.
+        momentum: of `"sgd"`.
+        betas: of `"adamw"` and `"adam"`.
+        warmup_epochs: the rate grows linearly over this many epochs, per step; a fraction is allowed.
+        schedule: after the warm-up: `"cosine"` or `"triangular"` (a straight line) down to `min_lr`, or
+            `"constant"`.
+        min_lr: the learning rate that the schedule ends at.
+        augment: name of an augmentation of `vitprobe.data`.
+        label_smoothing: this much of each target is spread evenly over all classes.
+        mixup: the α of Beta(α, α) for mixup (Zhang et al. 2018); 0 is off.
+        cutmix: the α of Beta(α, α) for CutMix (Yun et al. 2019); 0 is off.
+        mix_probability: share of the batches that are mixed at all.
+        mix_switch: share of the mixed batches that get CutMix, where both are on.
+        stochastic_depth: drop rate of the last residual branch (Huang et al. 2016), growing linearly with
+            depth from 0 at the first. It replaces the rates that the model was built with, also by 0.
+        clip: largest global norm of the gradient; `None` is off.
+        precision: of the training's forward pass: `"float32"`, or `"bfloat16"` by autocast. Evaluation always
+            has the weights' own.
+        channels_last: whether images and weights lie in memory with the channels last.
+        seed: of order, augmentation, mixing, dropout and stochastic depth; not of the initial weights.
+        deterministic: whether PyTorch must choose deterministic algorithms (CUDA; slower).
+    """
+
+    epochs: int = 20
+    batch_size: int = 128
+    optimizer: Optimizer = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    decay: Decay = "all"
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_epochs: float = 1.0
+    schedule: Schedule = "cosine"
+    min_lr: float = 0.0
+    augment: str = "none"
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+    mix_switch: float = 0.5
+    stochastic_depth: float = 0.0
+    clip: float | None = None
+    precision: Precision = "float32"
+    channels_last: bool = False
+    seed: int = 0
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                raise unknown(name, str(getattr(self, name)), get_args(choices))
+        for name in (*_COUNTS, "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, not {value!r}.")
+        for name in _COUNTS:
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in _NOT_NEGATIVE:
+            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more, and finite")
+        for name in _PROBABILITIES:
+            self._require(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        for name in _BELOW_ONE:
+            self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        self._require("lr", 0 < self.lr < math.inf, "above 0, and finite")
+        self._require("clip", self.clip is None or self.clip > 0, "above 0, or None for no clipping")
+        self._require("min_lr", self.min_lr <= self.lr, f"at most lr, {self.lr}")
+        self._require("warmup_epochs", self.warmup_epochs <= self.epochs, f"at most epochs, {self.epochs}")
+        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        self._require("betas", good, "two numbers, each at least 0 and below 1")
+
+    def _require(self, name: str, good: bool, wanted: str) -> None:
+        if not good:
+            raise ValueError(f"{name} must be {wanted}, not {getattr(self, name)!r}.")
+
+    def config(self) -> dict[str, Any]:
+        """All settings in plain JSON types; `Recipe(**recipe.config())` is the same recipe."""
+        return dataclasses.asdict(self) | {"betas": list(self.betas)}
