@@ -164,9 +164,7 @@ def test_moving_all_values_to_the_claimed_side_never_hurts(values, threshold, sh
 
 @given(st.lists(EIGHTHS, min_size=1, max_size=8), EIGHTHS)
 def test_the_opposite_claim_has_the_opposite_verdict(values, threshold):
-    above, below = (
-        decide(CLAIM, values, threshold=threshold, direction=d).verdict for d in ("above", "below")
-    )
+    above, below = (decide(CLAIM, values, threshold=threshold, direction=d).verdict for d in ("above", "below"))
     assert ORDER[above] + ORDER[below] == 2
 
 

@@ -46,9 +46,7 @@ def test_no_torch():
 
 
 def test_provenance_is_text_and_numbers_and_dated_once():
-    attributes = results.provenance(
-        title="t", references="arXiv:2202.06709", config={"b": 1, "a": None}, probe="f"
-    )
+    attributes = results.provenance(title="t", references="arXiv:2202.06709", config={"b": 1, "a": None}, probe="f")
     assert all(isinstance(value, str | int | float) for value in attributes.values())
     assert attributes["Conventions"] == "CF-1.12"
     assert attributes["vitprobe_schema"] == 1
@@ -106,9 +104,7 @@ class OtherSettings:
 
 
 def test_json_names_things_and_never_by_repr():
-    got = json.loads(
-        results.to_json({"s": Settings(), "f": np.mean, "t": {"b", "a"}, "x": np.float64("nan")})
-    )
+    got = json.loads(results.to_json({"s": Settings(), "f": np.mean, "t": {"b", "a"}, "x": np.float64("nan")}))
     assert got == {
         "s": {"class": f"{__name__}.Settings", "rate": 0.1, "sizes": [1, 2]},
         "f": "numpy.mean",
@@ -172,9 +168,7 @@ def test_attributes_that_do_not_come_back_are_refused_by_name(value):
             results.check(ds)
 
 
-@pytest.mark.parametrize(
-    "key", ["_FillValue", "scale_factor", "add_offset", "coordinates", "dtype", "a/b", "CLASS"]
-)
+@pytest.mark.parametrize("key", ["_FillValue", "scale_factor", "add_offset", "coordinates", "dtype", "a/b", "CLASS"])
 def test_reserved_attribute_names(key):
     ds = dataset()
     ds.variance.attrs[key] = "foo"
@@ -221,9 +215,7 @@ def test_shape_of_a_result():
     refused(lambda ds: ds.drop_attrs(), ValueError, "provenance")
     refused(lambda ds: ds.assign_attrs(vitprobe_schema=2), ValueError, "schema")
     refused(
-        lambda ds: ds.assign(pair=(("x", "y"), np.zeros((2, 2)), DESCRIBED)).assign_coords(
-            x=[0, 1], y=[0, 1]
-        ),
+        lambda ds: ds.assign(pair=(("x", "y"), np.zeros((2, 2)), DESCRIBED)).assign_coords(x=[0, 1], y=[0, 1]),
         ValueError,
         "one dataset per family",
     )
@@ -355,9 +347,7 @@ NUMBERS = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    attributes=st.dictionaries(
-        st.from_regex(r"x_[A-Za-z0-9_]{1,8}", fullmatch=True), TEXT | NUMBERS, max_size=4
-    ),
+    attributes=st.dictionaries(st.from_regex(r"x_[A-Za-z0-9_]{1,8}", fullmatch=True), TEXT | NUMBERS, max_size=4),
     names=st.lists(TEXT, min_size=1, max_size=4),
     dtype=st.sampled_from(["float32", "float64", "int8", "uint8", "int16", "int32", "int64", "uint64"]),
     data=st.data(),

@@ -1,1 +1,84 @@
-"""vitprobe: how does this vision network work?"""
+"""vitprobe: how does this vision network work?
+
+Train vision transformers and their convolutional relatives, probe any PyTorch vision model, read the results as
+plain xarray datasets.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitprobe.data import ImageData, Loader, load_data
+    from vitprobe.figures import draw, save_figure
+    from vitprobe.models import create_model, list_models, register
+    from vitprobe.probes import (
+        FeatureProbe,
+        FeatureVariance,
+        Fourier,
+        Nonlocality,
+        feature_variance,
+        fourier,
+        nonlocality,
+        probe,
+    )
+    from vitprobe.results import load, save, stack_runs
+    from vitprobe.training import Evaluation, Recipe, evaluate, fit, load_weights
+
+_ROOMS = {
+    "data": ("ImageData", "Loader", "load_data"),
+    "figures": ("draw", "save_figure"),
+    "models": ("create_model", "list_models", "register"),
+    "probes": (
+        "FeatureProbe",
+        "FeatureVariance",
+        "Fourier",
+        "Nonlocality",
+        "feature_variance",
+        "fourier",
+        "nonlocality",
+        "probe",
+    ),
+    "results": ("load", "save", "stack_runs"),
+    "training": ("Evaluation", "Recipe", "evaluate", "fit", "load_weights"),
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [
+    "Evaluation",
+    "FeatureProbe",
+    "FeatureVariance",
+    "Fourier",
+    "ImageData",
+    "Loader",
+    "Nonlocality",
+    "Recipe",
+    "create_model",
+    "draw",
+    "evaluate",
+    "feature_variance",
+    "fit",
+    "fourier",
+    "list_models",
+    "load",
+    "load_data",
+    "load_weights",
+    "nonlocality",
+    "probe",
+    "register",
+    "save",
+    "save_figure",
+    "stack_runs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Rooms load when they are first used: reading and drawing results needs no torch.
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"vitprobe.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'vitprobe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -237,10 +237,8 @@ def decide(
         p = 2 * 0.5**units.size
         decisive = decisive and p <= 1 - confidence
         notes.append(f"all {units.size} values are equal, so the sign test decides (two-sided p = {p:.2g})")
-    if decisive:
-        verdict = "supported" if sign * (mean - threshold) > 0 else "contradicted"
-    else:
-        verdict = "inconclusive"
+    side = "supported" if sign * (mean - threshold) > 0 else "contradicted"
+    verdict = side if decisive else "inconclusive"
     return Verdict(
         claim=claim,
         verdict=verdict,
@@ -303,9 +301,7 @@ def combine(claim: Claim, parts: Sequence[Verdict]) -> Verdict:
         n=min(part.n for part in parts),
         unit=parts[0].unit,
         rule="supported if all parts are, contradicted if any is",
-        detail="; ".join(
-            f"{part.verdict}: {_ours(part)} ({part.rule}) {part.detail}".strip() for part in parts
-        ),
+        detail="; ".join(f"{part.verdict}: {_ours(part)} ({part.rule}) {part.detail}".strip() for part in parts),
         needed=max(undecided) if verdict == "inconclusive" and len(undecided) == unsure else None,
     )
 

@@ -262,14 +262,10 @@ def check(ds: xr.Dataset) -> None:
         ValueError: if a dimension, name, unit or description is missing or unknown.
     """
     if not isinstance(ds, xr.Dataset):
-        raise TypeError(
-            f"a result is an xarray.Dataset, not a {type(ds).__name__}; type array.to_dataset(name=...)"
-        )
+        raise TypeError(f"a result is an xarray.Dataset, not a {type(ds).__name__}; type array.to_dataset(name=...)")
     for key in _PROVENANCE:
         if key not in ds.attrs and key not in ds.coords:
-            raise ValueError(
-                f"attribute {key!r} is missing; type ds.attrs.update(vitprobe.results.provenance(...))"
-            )
+            raise ValueError(f"attribute {key!r} is missing; type ds.attrs.update(vitprobe.results.provenance(...))")
     if (schema := ds.attrs.get("vitprobe_schema")) != SCHEMA:
         raise ValueError(f"attribute 'vitprobe_schema' is {schema!r}; this vitprobe writes schema {SCHEMA}")
     _check_attributes("the dataset", ds.attrs)
@@ -284,9 +280,7 @@ def check(ds: xr.Dataset) -> None:
         _check_attributes(f"variable {name!r}", variable.attrs)
         units = str(variable.attrs.get("units", ""))
         if units in _TIME_UNITS or " since " in units:
-            raise ValueError(
-                f"variable {name!r}: readers turn units {units!r} into dates; for seconds write 's'"
-            )
+            raise ValueError(f"variable {name!r}: readers turn units {units!r} into dates; for seconds write 's'")
     for name in ds.data_vars:
         text = _is_text(ds[name].variable)
         for key in ("long_name",) if text else ("long_name", "units"):
@@ -302,15 +296,11 @@ def _check_dimensions(ds: xr.Dataset) -> None:
         raise ValueError("the dataset holds no variable: nothing was measured")
     for dim, size in ds.sizes.items():
         if dim not in DIMENSIONS:
-            raise ValueError(
-                f"dimension {dim!r} is not one of {', '.join(DIMENSIONS)}; type ds.rename({dim}=...)"
-            )
+            raise ValueError(f"dimension {dim!r} is not one of {', '.join(DIMENSIONS)}; type ds.rename({dim}=...)")
         if size == 0:
             raise ValueError(f"dimension {dim!r} is empty: nothing was measured")
         if isinstance(ds.indexes.get(dim), pd.MultiIndex):
-            raise TypeError(
-                f"dimension {dim!r} is a MultiIndex, which netCDF lacks; type ds.unstack({dim!r})"
-            )
+            raise TypeError(f"dimension {dim!r} is a MultiIndex, which netCDF lacks; type ds.unstack({dim!r})")
         if dim not in ds.coords or ds[dim].dtype.kind not in "iuf":
             raise ValueError(
                 f"dimension {dim!r} has no numbers; type ds.assign_coords({dim}=range({size})), "
@@ -409,9 +399,7 @@ def save(ds: xr.Dataset | xr.DataTree, path: str | os.PathLike[str]) -> Path | l
         _write(ds, path)
         return path
     if ds.data_vars or not ds.children or any(child.children for child in ds.children.values()):
-        raise ValueError(
-            "a tree of results has one dataset per child and nothing above or below; save the parts"
-        )
+        raise ValueError("a tree of results has one dataset per child and nothing above or below; save the parts")
     parts = {path.with_stem(f"{path.stem}_{name}"): child.to_dataset() for name, child in ds.children.items()}
     for part in parts.values():
         check(part)
@@ -473,9 +461,7 @@ def load(path: str | os.PathLike[str]) -> xr.Dataset:
     try:
         ds = xr.load_dataset(path, engine="netcdf4")
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a whole netCDF file ({error}); delete it and run its study again"
-        ) from error
+        raise ValueError(f"{path} is not a whole netCDF file ({error}); delete it and run its study again") from error
     if (schema := ds.attrs.get("vitprobe_schema")) != SCHEMA:
         raise ValueError(
             f"{path} has vitprobe_schema {schema!r}, this vitprobe reads {SCHEMA}; use the version it names "
@@ -539,9 +525,7 @@ def stack_runs(datasets: Iterable[xr.Dataset], **coords: Sequence[Any]) -> xr.Da
         combine_attrs="override",
     )
     stacked = stacked.set_coords(labels).assign({name: stacked[name].astype(str) for name in text})
-    told_apart: dict[str, Any] = {
-        name: ("run", list(values)) for name, values in (differing | coords).items()
-    }
+    told_apart: dict[str, Any] = {name: ("run", list(values)) for name, values in (differing | coords).items()}
     stacked = stacked.assign_coords({"run": np.arange(len(datasets)), **told_apart})
     stacked.attrs = attributes
     return stacked

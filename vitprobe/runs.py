@@ -84,9 +84,7 @@ class Trained:
     history: xr.Dataset
 
 
-def trained(
-    run: Run, *, cache: Path | None = None, device: str | None = None, progress: bool = False
-) -> Trained:
+def trained(run: Run, *, cache: Path | None = None, device: str | None = None, progress: bool = False) -> Trained:
     """The run's trained model, from the cache or trained now (and resumed where an interrupted one stopped).
 
     Args:

@@ -79,7 +79,5 @@ def test_augmentation_keeps_shape_and_dtype_and_the_images_given(name: str) -> N
 
 
 def test_an_unknown_augmentation_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match=r"unknown augmentation 'flop'.*'flip'.*Known: crop, crop_flip, flip, none"
-    ):
+    with pytest.raises(ValueError, match=r"unknown augmentation 'flop'.*'flip'.*Known: crop, crop_flip, flip, none"):
         augmentation("flop")

@@ -64,9 +64,7 @@ def test_measured_constants_give_batches_of_mean_0_and_standard_deviation_1() ->
     drop_last=st.booleans(),
     seed=st.none() | st.integers(0, 9),
 )
-def test_one_pass_gives_each_image_once(
-    count: int, batch_size: int, drop_last: bool, seed: int | None
-) -> None:
+def test_one_pass_gives_each_image_once(count: int, batch_size: int, drop_last: bool, seed: int | None) -> None:
     if drop_last and batch_size > count:
         with pytest.raises(ValueError, match="leaves no batch"):
             _labelled(count, batch_size=batch_size, drop_last=True)
@@ -199,9 +197,7 @@ def test_one_other_value_gives_another_digest(which: str, part: str) -> None:
 def test_the_digest_tells_one_shape_from_another(channels: int) -> None:
     pixels = torch.zeros(2 * 3 * 16, dtype=torch.uint8)
     labels = torch.tensor([0, 1])
-    wide, tall = (
-        Split(pixels[: 32 * channels].reshape(2, channels, *size), labels) for size in ((2, 8), (8, 2))
-    )
+    wide, tall = (Split(pixels[: 32 * channels].reshape(2, channels, *size), labels) for size in ((2, 8), (8, 2)))
     constants = {"mean": (0.5,) * channels, "std": (1.0,) * channels}
     assert (
         _data(train=wide, test=wide, **constants).config()["digest"]

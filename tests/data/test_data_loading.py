@@ -30,9 +30,7 @@ def _npz(path: Path, **arrays: object) -> Path:
 # Subsets and held-out splits
 
 labels_of_some_classes = st.integers(1, 5).flatmap(
-    lambda classes: st.lists(st.integers(0, classes - 1), max_size=40).map(
-        lambda rest: [*range(classes), *rest]
-    )
+    lambda classes: st.lists(st.integers(0, classes - 1), max_size=40).map(lambda rest: [*range(classes), *rest])
 )
 
 
@@ -54,9 +52,7 @@ def test_a_subset_is_the_first_of_each_class_in_their_order(split: Split, size: 
     names = [f"class {label}" for label in range(classes)]
     wanted = [size // classes + (label < size % classes) for label in range(classes)]
     if size < classes:
-        with pytest.raises(
-            ValueError, match=f"train_size={size} is less than one image for each of {classes}"
-        ):
+        with pytest.raises(ValueError, match=f"train_size={size} is less than one image for each of {classes}"):
             subset(split, size, names, "train_size")
     elif any(labels.count(label) < wanted[label] for label in range(classes)):
         with pytest.raises(ValueError, match=r"give (\d+) or less") as error:
@@ -124,9 +120,7 @@ def test_sizes_are_passed_to_the_right_split() -> None:
 
 @pytest.mark.parametrize("spec", ["digit", "digits:8", "folder", "npz:", "synthetic", "cifar", ""])
 def test_an_unknown_spec_is_answered_with_the_known_ones(spec: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"unknown data set '{spec}'.*folder:PATH, npz:TRAIN\[,TEST\], svhn"
-    ):
+    with pytest.raises(ValueError, match=rf"unknown data set '{spec}'.*folder:PATH, npz:TRAIN\[,TEST\], svhn"):
         load_data(spec)
     assert "digits" in DATA_NAMES
 
@@ -237,9 +231,7 @@ def test_cifar_is_recognised_by_its_class_names_and_shape(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_wrong_npz_is_refused_by_name(
-    tmp_path: Path, arrays: dict, error: type[Exception], message: str
-) -> None:
+def test_a_wrong_npz_is_refused_by_name(tmp_path: Path, arrays: dict, error: type[Exception], message: str) -> None:
     path = _npz(tmp_path / "a.npz", **arrays)
     with pytest.raises(error, match=message):
         load_data(f"npz:{path}")
@@ -385,9 +377,7 @@ def test_missing_files_are_answered_with_where_and_what_to_do(
 ) -> None:
     import torchvision.datasets as official
 
-    with pytest.raises(
-        FileNotFoundError, match=rf"{spec} is not.*{tmp_path / place} and download=False: copy"
-    ):
+    with pytest.raises(FileNotFoundError, match=rf"{spec} is not.*{tmp_path / place} and download=False: copy"):
         load_data(spec, root=tmp_path, download=False)
 
     def offline(self: object) -> None:
@@ -396,9 +386,7 @@ def test_missing_files_are_answered_with_where_and_what_to_do(
     for name in ("CIFAR10", "MNIST", "SVHN"):
         monkeypatch.setattr(getattr(official, name), "download", offline)
     monkeypatch.setenv("VITPROBE_DATA", str(tmp_path))
-    with pytest.raises(
-        FileNotFoundError, match=rf"{tmp_path / place} and it could not be downloaded \(no network\)"
-    ):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path / place} and it could not be downloaded \(no network\)"):
         load_data(spec)
 
 
@@ -426,9 +414,7 @@ def test_fashion_mnist_is_read_from_its_idx_files(tmp_path: Path) -> None:
     for part, chosen in (("train", slice(10)), ("t10k", slice(10, 12))):
         count = len(images[chosen]).to_bytes(4, "big")
         size = (28).to_bytes(4, "big")
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(
-            b"\0\0\x08\x03" + count + 2 * size + images[chosen].tobytes()
-        )
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + count + 2 * size + images[chosen].tobytes())
         labels = bytes(range(10)) if part == "train" else bytes([4, 2])
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + count + labels)
     data = load_data("fashion_mnist", root=tmp_path, download=False)

@@ -111,10 +111,7 @@ def test_every_figure_draws_and_leaves_settings_alone(probe, names, seeds, tmp_p
 @pytest.mark.parametrize("probe", PROBES)
 def test_one_unstacked_run_is_the_stack_of_one(probe, tmp_path):
     alone = figures.save_figure(figures.draw(one_run(probe)), tmp_path / "a.png").read_bytes()
-    assert (
-        figures.save_figure(figures.draw(stacked(probe, ["vit_micro"], 1)), tmp_path / "b.png").read_bytes()
-        == alone
-    )
+    assert figures.save_figure(figures.draw(stacked(probe, ["vit_micro"], 1)), tmp_path / "b.png").read_bytes() == alone
 
 
 def test_unknown_probe_and_kind():
@@ -175,9 +172,7 @@ def band(ax) -> np.ndarray:
     """Lowest and highest ordinate of the band at each of its abscissas."""
     (collection,) = [part for part in ax.collections if isinstance(part, PolyCollection)]
     corners = collection.get_paths()[0].vertices
-    return np.array([
-        [f(corners[corners[:, 0] == x, 1]) for f in (np.min, np.max)] for x in np.unique(corners[:, 0])
-    ])
+    return np.array([[f(corners[corners[:, 0] == x, 1]) for f in (np.min, np.max)] for x in np.unique(corners[:, 0])])
 
 
 def test_band_is_the_t_interval_over_seeds():
@@ -261,10 +256,7 @@ def test_saving(tmp_path, monkeypatch):
     before = path.read_bytes()
     assert before.startswith(b"\x89PNG")
     assert b"Software" not in before
-    assert (
-        figures.save_figure(figures.draw(one_run("fourier")), tmp_path / "b.png", dpi=50).read_bytes()
-        == before
-    )
+    assert figures.save_figure(figures.draw(one_run("fourier")), tmp_path / "b.png", dpi=50).read_bytes() == before
     with pytest.raises(ValueError, match=r"a\.pdf\.png"):
         figures.save_figure(Figure(), tmp_path / "a.pdf")
 

@@ -266,9 +266,7 @@ def test_wrong_number_of_classes_is_said():
         fit(tiny().requires_grad_(False), make_data(), RECIPE)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"precision": "bfloat16"}, {"channels_last": True}, {"deterministic": True}]
-)
+@pytest.mark.parametrize("settings", [{"precision": "bfloat16"}, {"channels_last": True}, {"deterministic": True}])
 def test_ways_to_compute_change_little_and_leave_no_switch(settings):
     recipe = Recipe(**{**RECIPE.config(), "epochs": 1, "lr": 0.001})
     expected = fit(tiny(), make_data(), recipe)
@@ -293,9 +291,7 @@ def test_digits_in_a_few_epochs():
     pixels = data.train.images[0].numel()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Flatten(), nn.Linear(pixels, 256), nn.ReLU(), nn.Linear(256, data.num_classes)
-        )
+        model = nn.Sequential(nn.Flatten(), nn.Linear(pixels, 256), nn.ReLU(), nn.Linear(256, data.num_classes))
     history = fit(model, data, Recipe(epochs=8, batch_size=64, lr=5e-3))
     assert history.test_accuracy.values[-1] > 0.9
     assert evaluate(model, data.loader("test")).accuracy == history.test_accuracy.values[-1]
@@ -329,9 +325,7 @@ def test_mixing_of_every_epoch_draws_anew():
     """Two images mixed with each other by λ: their distance shrinks by |2λ - 1|, whatever their order."""
     images = torch.stack([torch.zeros(1, 6, 6), torch.full((1, 6, 6), 255)]).byte()
     pair = Split(images, torch.tensor([0, 1]))
-    data = ImageData(
-        spec="pair", name="pair", train=pair, test=pair, class_names=("a", "b"), mean=(0.0,), std=(1.0,)
-    )
+    data = ImageData(spec="pair", name="pair", train=pair, test=pair, class_names=("a", "b"), mean=(0.0,), std=(1.0,))
     model = Watcher(classes=2)
     fit(model, data, Recipe(epochs=6, batch_size=2, mixup=1.0))
     distances = {round((batch[0] - batch[1]).abs().mean().item(), 4) for batch in model.shown}

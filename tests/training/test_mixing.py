@@ -38,9 +38,7 @@ def floors(mix, classes, draws=3000):
 
 def ours(recipe, classes):
     rng = np.random.default_rng(0)
-    return floors(
-        lambda x, y: mix_batch(x, soft_targets(y, classes, recipe.label_smoothing), recipe, rng)[1], classes
-    )
+    return floors(lambda x, y: mix_batch(x, soft_targets(y, classes, recipe.label_smoothing), recipe, rng)[1], classes)
 
 
 def integral(alpha, classes, smoothing=0.1, draws=200_000):

@@ -27,14 +27,15 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, torch.jit.ScriptModule):
             raise TypeError(
-                "a TorchScript model runs outside Python, where nothing can be watched: give the nn.Module it was made from."
+                "a TorchScript model runs outside Python, where nothing can be watched: "
+                "give the nn.Module it was made from."
             )
         if type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
             raise TypeError("a model sharded by FSDP holds no whole weights: load it into one process, unsharded.")
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
         else:
             return model
 

@@ -51,9 +51,7 @@ def recognise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> MapSource 
         query, key, heads = call["query"], call["key"], call["num_heads"]
         if query.ndim != 3:
             return None
-        return MapSource(
-            "mha", 0, (), (query.shape[1], heads, query.shape[0], key.shape[0]), query.shape[2] // heads
-        )
+        return MapSource("mha", 0, (), (query.shape[1], heads, query.shape[0], key.shape[0]), query.shape[2] // heads)
     if func in MATMUL:
         left, right = (args[1], args[0]) if func is Tensor.__rmatmul__ else tensors_of([*args, kwargs])[:2]
         if left.ndim >= 3 and right.ndim >= 3:
@@ -160,9 +158,7 @@ def _cut(mask: Tensor | None, part: slice) -> Tensor | None:
     return mask[part] if mask is not None and mask.ndim >= 3 and len(mask) > 1 else mask
 
 
-def _sdpa_weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, grouped: bool
-) -> Tensor:
+def _sdpa_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, grouped: bool) -> Tensor:
     if grouped:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     logits = (query @ key.transpose(-2, -1)).mul_(scale)
@@ -217,4 +213,6 @@ def _mha_weights(call: dict[str, Any], part: slice) -> Tensor:
         heads = call["num_heads"]
         call["attn_mask"] = mask[part.start * heads : part.stop * heads]
     call |= {"need_weights": True, "average_attn_weights": False, "is_causal": False, "training": False}
-    return F.multi_head_attention_forward(**call)[1]
+    weights = F.multi_head_attention_forward(**call)[1]
+    assert weights is not None
+    return weights

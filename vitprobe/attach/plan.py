@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from vitprobe.attach.forward import default_forward, first_images, images_of, logits_of, tensors_of, to_model
-from vitprobe.attach.layout import Layout, infer_layout, similar
+from vitprobe.attach.layout import Layout, infer_layout
 from vitprobe.attach.maps import MapSource
 from vitprobe.attach.trace import Event, Node, Trace, Tracer
 
@@ -104,7 +104,7 @@ def plan(
         logits = logits_of(forward(model, batch))
     trace = tracer.trace
     trace.output = tracer.node_of(logits)
-    finder = _Finder(trace, len(images), tuple(images.shape[-2:]), prefix, _declared_prefix(model))
+    finder = _Finder(trace, len(images), (images.shape[-2], images.shape[-1]), prefix, _declared_prefix(model))
     if layers == "auto":
         units = finder.residual_units() or finder.chain_units()
     else:
@@ -172,7 +172,9 @@ class _Finder:
     def residual_units(self) -> list[_Found]:
         """Additions on the stream, and what changes it between them without a skip connection."""
         nodes, stream = self.trace.nodes, self.trace.stream()
-        additions = [n for n in stream if nodes[n].operands and (found := self.layout(nodes[n].shape)) and found.tokens > 1]
+        additions = [
+            n for n in stream if nodes[n].operands and (found := self.layout(nodes[n].shape)) and found.tokens > 1
+        ]
         units: list[_Found] = []
         for end in additions:
             start = nodes[end].dominator
@@ -208,7 +210,7 @@ class _Finder:
         return units
 
     def pattern_units(self, patterns: list[str]) -> list[_Found]:
-        """The outputs of the modules whose path matches a pattern."""
+        """The outputs of the modules whose path matches a pattern, in the order of the forward pass."""
         calls = self.trace.modules
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(call.name, pattern) for call in calls):
@@ -225,7 +227,7 @@ class _Finder:
 
     def attentions(self, units: list[_Found]) -> list[AttentionSite]:
         """The attention maps between patches; the others go to `skipped` with the reason."""
-        sites = []
+        sites: list[AttentionSite] = []
         for index, node in enumerate(self.trace.nodes):
             if node.source is None:
                 continue

@@ -27,7 +27,15 @@ Op = Literal["add", "attention", "conv", "linear", "pool", "other"]
 ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, operator.add}
 CONV = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d}
 POOL = {F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.interpolate}
-PRODUCT = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, Tensor.bmm}
+PRODUCT = {
+    F.linear,
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+    torch.bmm,
+    Tensor.bmm,
+}
 PRODUCT |= {torch.einsum, torch.addmm, torch.baddbmm, F.bilinear}
 CHANNELS_FIRST = {F.conv2d, F.batch_norm, F.group_norm, F.max_pool2d, F.avg_pool2d}
 CHANNELS_LAST = {F.linear, F.layer_norm}
@@ -117,8 +125,9 @@ class Trace:
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
-    """The path of every module, without the prefixes that compilation adds."""
-    return {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
+    """The path of every module, without the prefixes that compilation adds; the model itself goes by its class."""
+    names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
+    return names | {model: type(model).__name__}
 
 
 @dataclass
@@ -217,8 +226,7 @@ class Tracer(Clock):
         self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> None:
         """Record what one operation made from what."""
-        inputs = [*tensors_of(list(args)), *tensors_of(kwargs)]
-        parents = [node for tensor in inputs if (node := self.node_of(tensor)) is not None]
+        parents = self._nodes_of([*tensors_of(list(args)), *tensors_of(kwargs)])
         if not parents:
             return
         op: Op = self._classify(func, args, kwargs)
@@ -246,10 +254,13 @@ class Tracer(Clock):
         """Record a module's return, and bridge operations that no mode sees (scripted activations, say)."""
         self.trace.modules.append(ModuleCall(event, name, tuple(tensors[0].shape)))
         unseen = [tensor for tensor in tensors if self.node_of(tensor) is None]
-        parents = [node for tensor in tensors_of(args) if (node := self.node_of(tensor)) is not None]
+        parents = self._nodes_of(tensors_of(args))
         if unseen and parents:
             shape = tuple(unseen[0].shape)
             self._record(Node(event, "other", name, shape, tuple(parents), *self._dominate(parents)), unseen)
+
+    def _nodes_of(self, tensors: list[Tensor]) -> list[int]:
+        return [node for tensor in tensors if (node := self.node_of(tensor)) is not None]
 
     def _record(self, node: Node, tensors: list[Tensor]) -> None:
         self.trace.nodes.append(node)
@@ -270,8 +281,8 @@ class Tracer(Clock):
         pair = tensors_of([*args[:2], kwargs.get("other")])
         if len(pair) != 2 or pair[0].shape != pair[1].shape:
             return ()
-        nodes = tuple(self.node_of(tensor) for tensor in pair)
-        return () if None in nodes else nodes  # type: ignore[return-value]
+        nodes = self._nodes_of(pair)
+        return tuple(nodes) if len(nodes) == 2 else ()
 
     def _classify(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Op:
         if func in ADD:

@@ -39,9 +39,7 @@ class Watch(Clock):
         self.on_unit = on_unit
         self.on_attention = on_attention
         self._units: dict[Event, Unit] = {unit.event: unit for unit in plan.units} if on_unit else {}
-        self._sites: dict[Event, AttentionSite] = (
-            {site.event: site for site in plan.attentions} if on_attention else {}
-        )
+        self._sites: dict[Event, AttentionSite] = {site.event: site for site in plan.attentions} if on_attention else {}
 
     def __call__(self, forward: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Any:
         """Run one forward pass and hand over what it shows.
@@ -60,9 +58,10 @@ class Watch(Clock):
         self._seen = 0
         with self.running():
             output = forward(model, batch)
-        if self._seen != len(self._units) + len(self._sites):
+        expected = len(self._units) + len(self._sites)
+        if self._seen != expected:
             raise RuntimeError(
-                f"the forward pass changed between batches: {self._seen} of {len(self._units) + len(self._sites)} units "
+                f"the forward pass changed between batches: {self._seen} of {expected} units "
                 "and attention maps came by. The model decides by the data or the batch size what to run: give batches "
                 "of one size, or a forward= that always runs the same."
             )

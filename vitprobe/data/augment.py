@@ -75,7 +75,7 @@ def augmentation(name: str) -> Augmentation:
 
     Raises:
         ValueError: the name is none of these.
-    """  # noqa: DOC501  (names.unknown makes a ValueError)
+    """
     if name not in _AUGMENTATIONS:
         raise unknown("augmentation", name, _AUGMENTATIONS)
     return _AUGMENTATIONS[name]

@@ -73,7 +73,7 @@ def load_data(
         FileNotFoundError: a file or folder is missing, or could not be downloaded.
         TypeError: images are not uint8 or labels are not integers.
         ValueError: an unknown spec, data that do not fit together, or more images wanted than there are.
-    """  # noqa: DOC501  (names.unknown makes a ValueError)
+    """
     kind, _, argument = spec.partition(":")
     if spec in NAMED:
         folder = root or os.environ.get("VITPROBE_DATA") or "~/.cache/vitprobe/data"

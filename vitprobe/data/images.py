@@ -143,7 +143,7 @@ class ImageData:
 
         Raises:
             ValueError: an unknown split, or what `Loader` refuses.
-        """  # noqa: DOC501  (names.unknown makes a ValueError)
+        """
         splits = {"train": self.train, "test": self.test}
         if split not in splits:
             raise unknown("split", split, splits)

@@ -76,9 +76,7 @@ def _read_npz(path: Path) -> tuple[Split, tuple[str, ...] | None]:
     except Exception as error:  # zipfile, zlib and NumPy each have their own for a damaged file
         raise ValueError(f"{path} is not a readable .npz of plain arrays: {error}") from error
     if missing := {"images", "labels"} - set(arrays):
-        raise ValueError(
-            f"{path} has no array {min(missing)!r}: save it by numpy.savez(path, images=..., labels=...)"
-        )
+        raise ValueError(f"{path} has no array {min(missing)!r}: save it by numpy.savez(path, images=..., labels=...)")
     names = tuple(map(str, arrays["label_names"])) if "label_names" in arrays else None
     return _split(arrays["images"], arrays["labels"], path), names
 
@@ -188,9 +186,7 @@ def _torchvision(spec: str, root: Path, download: bool) -> Parts:
             train, test = read(root, train=True, download=True), read(root, train=False)
         except (OSError, RuntimeError) as error:
             raise _not_found(spec, root / folder, error) from error
-    splits = [
-        _split(np.asarray(part.data), np.asarray(part.targets), root / folder) for part in (train, test)
-    ]
+    splits = [_split(np.asarray(part.data), np.asarray(part.targets), root / folder) for part in (train, test)]
     return splits[0], splits[1], tuple(train.classes)
 
 

@@ -51,9 +51,7 @@ class Split:
             raise ValueError(f"{len(self.images)} images but labels of shape {tuple(self.labels.shape)}")
         if self.labels.min() < 0:
             index = int((self.labels < 0).nonzero()[0])
-            raise ValueError(
-                f"label {int(self.labels[index])} at index {index} is negative; labels count from 0"
-            )
+            raise ValueError(f"label {int(self.labels[index])} at index {index} is negative; labels count from 0")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -116,9 +114,7 @@ def hold_out(split: Split, where: object) -> tuple[Split, Split]:
     counts = split.labels.bincount()
     if (counts == 1).any():
         label = int((counts == 1).nonzero()[0])
-        raise ValueError(
-            f"{where}: class {label} has 1 image; to hold out a test split, each class needs at least 2"
-        )
+        raise ValueError(f"{where}: class {label} has 1 image; to hold out a test split, each class needs at least 2")
     held_out = (counts / 5).round().long().clamp(min=1)
     train = _place_in_class(split.labels) < (counts - held_out)[split.labels]
     return split.take(train), split.take(~train)

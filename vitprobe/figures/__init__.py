@@ -36,7 +36,7 @@ def draw(ds: xr.Dataset) -> Figure:
 
     Raises:
         ValueError: if no figure is known for the probe.
-    """  # noqa: DOC501  (names.unknown makes a ValueError)
+    """
     probe = str(ds.attrs.get("probe", ""))
     if probe not in FIGURES:
         raise unknown("probe in ds.attrs['probe']:", probe, FIGURES)

@@ -55,7 +55,7 @@ def shade_kinds(ax: Axes, depth: np.ndarray, kinds: Sequence[str]) -> None:
 
     Raises:
         ValueError: if a kind is unknown.
-    """  # noqa: DOC501  (names.unknown makes a ValueError)
+    """
     for start, end, kind in zip([0.0, *depth[:-1]], depth, kinds, strict=True):
         if kind not in SHADES:
             raise unknown("kind of unit", str(kind), SHADES)
@@ -72,7 +72,5 @@ def kind_legend(figure: Figure, panels: Sequence[Model]) -> None:
     """
     present = {str(kind) for model in panels for kind in np.unique(model.runs["kind"].values)}
     outlined: dict[str, Any] = {"edgecolor": "#808080", "linewidth": 0.5}
-    handles = [
-        Patch(label=name, **(outlined | SHADES[kind])) for kind, name in KIND_NAMES.items() if kind in present
-    ]
+    handles = [Patch(label=name, **(outlined | SHADES[kind])) for kind, name in KIND_NAMES.items() if kind in present]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))

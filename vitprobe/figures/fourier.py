@@ -70,9 +70,7 @@ def spectra(axes: Sequence[Axes], panels: Sequence[Model]) -> None:
         amplitude = model.runs["relative_log_amplitude"].mean("run").transpose("layer", "frequency")
         for depth, curve in zip(model.runs["depth"].mean("run").values, amplitude, strict=True):
             curve = curve.dropna("frequency")  # a grid lacks the frequencies of a finer one
-            ax.plot(
-                curve.frequency, curve, color=DEPTH_COLORS(depth), linewidth=0.9, marker=".", markersize=2
-            )
+            ax.plot(curve.frequency, curve, color=DEPTH_COLORS(depth), linewidth=0.9, marker=".", markersize=2)
         unit_interval(ax, "frequency [π]")
     limit(axes, [model.runs["relative_log_amplitude"].mean("run").values for model in panels])
     for ax in axes[1:]:

@@ -90,9 +90,7 @@ def models(ds: xr.Dataset) -> list[Model]:
     """
     if "run" not in ds.dims:
         ds = stack_runs([ds])
-    names = (
-        ds["model"].values if "model" in ds.coords else np.full(ds.sizes["run"], ds.attrs.get("model", ""))
-    )
+    names = ds["model"].values if "model" in ds.coords else np.full(ds.sizes["run"], ds.attrs.get("model", ""))
     panels = []
     for name in dict.fromkeys(str(name) for name in names):
         runs = ds.isel(run=np.flatnonzero(names == name))
@@ -101,9 +99,7 @@ def models(ds: xr.Dataset) -> list[Model]:
 
 
 def _title(name: str, runs: xr.Dataset) -> str:
-    accuracy = np.asarray(
-        runs["accuracy"] if "accuracy" in runs.coords else runs.attrs.get("accuracy", math.nan)
-    )
+    accuracy = np.asarray(runs["accuracy"] if "accuracy" in runs.coords else runs.attrs.get("accuracy", math.nan))
     accuracy = accuracy[np.isfinite(accuracy)]
     if not accuracy.size:
         return pretty(name)
@@ -122,9 +118,7 @@ def columns(panels: Sequence[Model], rows: int, height: float) -> tuple[Figure, 
     Returns:
         The figure and its axes `(row, column)`; the titles stand over the first row.
     """
-    figure = Figure(
-        figsize=(min(PAGE_WIDTH, 1.2 + 2.4 * len(panels)), rows * height + 0.4), layout="constrained"
-    )
+    figure = Figure(figsize=(min(PAGE_WIDTH, 1.2 + 2.4 * len(panels)), rows * height + 0.4), layout="constrained")
     axes = figure.subplots(rows, len(panels), squeeze=False)
     for ax, model in zip(axes[0], panels, strict=True):
         # More than three titles do not fit beside each other on one line.
@@ -142,15 +136,11 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         Mean and half width `(point,)`; the half width of one seed is not-a-number.
     """
     n = len(values)
-    half_width = (
-        t.ppf(0.975, n - 1) * values.std(axis=0, ddof=1) / math.sqrt(n) if n > 1 else np.nan * values[0]
-    )
+    half_width = t.ppf(0.975, n - 1) * values.std(axis=0, ddof=1) / math.sqrt(n) if n > 1 else np.nan * values[0]
     return values.mean(axis=0), half_width
 
 
-def line_with_band(
-    ax: Axes, x: np.ndarray, seeds: np.ndarray, standard_error: np.ndarray, color: str
-) -> None:
+def line_with_band(ax: Axes, x: np.ndarray, seeds: np.ndarray, standard_error: np.ndarray, color: str) -> None:
     """The mean over seeds as a line, each seed as a thin one, and the uncertainty as a band.
 
     Args:
@@ -196,9 +186,7 @@ def unit_interval(ax: Axes, label: str) -> None:
     ax.set_xlabel(label)
 
 
-def note(
-    figure: Figure, panels: Sequence[Model], *, several: str = "", single: str = "", always: str = ""
-) -> None:
+def note(figure: Figure, panels: Sequence[Model], *, several: str = "", single: str = "", always: str = "") -> None:
     """A line under the figure that says what the bands and the signs ± are.
 
     Args:

@@ -3,4 +3,15 @@
 from vitprobe.models import alternet, convit, convmixer, resnet, vit
 from vitprobe.models.registry import create_model, describe_model, list_models, register, variant
 
-__all__ = ["create_model", "describe_model", "list_models", "register", "variant"]
+__all__ = [
+    "alternet",
+    "convit",
+    "convmixer",
+    "create_model",
+    "describe_model",
+    "list_models",
+    "register",
+    "resnet",
+    "variant",
+    "vit",
+]

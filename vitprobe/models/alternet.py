@@ -39,9 +39,7 @@ class WindowAttentionBlock(nn.Module):
                 f"use window={min(valid, key=lambda w: abs(w - self.window))} (possible here: {valid})."
             )
         reduced = self.reduced_norm(self.reduce(F.gelu(self.norm(x))))
-        windows = rearrange(
-            reduced, "b c (y wy) (x wx) -> (b y x) (wy wx) c", wy=self.window, wx=self.window
-        )
+        windows = rearrange(reduced, "b c (y wy) (x wx) -> (b y x) (wy wx) c", wy=self.window, wx=self.window)
         mixed = rearrange(
             self.attention(windows),
             "(b y x) (wy wx) c -> b c (y wy) (x wx)",
@@ -117,9 +115,7 @@ def alternet(
     def block(stage: int, index: int, in_channels: int, out_channels: int, stride: int) -> nn.Module:
         if places[stage][index]:
             inner = out_channels // bottleneck
-            return WindowAttentionBlock(
-                out_channels, inner=inner, heads=heads[stage], head_dim=head_dim, window=window
-            )
+            return WindowAttentionBlock(out_channels, inner=inner, heads=heads[stage], head_dim=head_dim, window=window)
         return PreActivationBlock(in_channels, out_channels, stride=stride, bottleneck=bottleneck)
 
     return PreActivationResNet(

@@ -25,9 +25,9 @@ class Attention(nn.Module):
         out_dim: channels of the output; `dim` unless given.
         position: a module that returns position logits `(head or 1, query, key)`, or `None`.
         gate: `None` adds the position logits to the content logits before the softmax. A number starts one gate per
-            head there (its logit): the map is then `(1 - sigmoid(gate)) softmax(content) + sigmoid(gate) softmax(position)`
-            (d'Ascoli et al. 2021, eq. 7). Both parts have rows that sum to one, so the paper's final normalisation
-            changes nothing and is left out.
+            head there (its logit): the map is then `(1 - s) softmax(content) + s softmax(position)` with
+            `s = sigmoid(gate)` (d'Ascoli et al. 2021, eq. 7). Both parts have rows that sum to one, so the paper's
+            final normalisation changes nothing and is left out.
         qkv_bias: biases on query, key and value.
     """
 
@@ -94,6 +94,7 @@ class RelativeBias(nn.Module):
         nn.init.trunc_normal_(self.table, std=0.02)
         offset = grid_offsets(window)
         index = (offset[..., 0] + height - 1) * (2 * width - 1) + offset[..., 1] + width - 1
+        self.index: Tensor
         self.register_buffer("index", index.long(), persistent=False)
 
     def forward(self) -> Tensor:

@@ -50,30 +50,25 @@ class ConViT(nn.Module):
         self.position = nn.Parameter(torch.zeros(self.patches.grid[0] * self.patches.grid[1], dim))
         self.class_token = nn.Parameter(torch.zeros(dim)) if pool == "class" else None
         self.num_prefix_tokens = int(pool == "class")
-        self.local_blocks = nn.Sequential(
-            *[
-                TransformerBlock(
-                    gpsa(dim, heads, grid=self.patches.grid, qkv_bias=qkv_bias), dim, mlp_ratio=mlp_ratio
-                )
-                for _ in range(gpsa_layers)
-            ]
-        )
-        self.global_blocks = nn.Sequential(
-            *[
-                TransformerBlock(Attention(dim, heads, qkv_bias=qkv_bias), dim, mlp_ratio=mlp_ratio)
-                for _ in range(depth - gpsa_layers)
-            ]
-        )
+        self.local_blocks = nn.Sequential(*[
+            TransformerBlock(gpsa(dim, heads, grid=self.patches.grid, qkv_bias=qkv_bias), dim, mlp_ratio=mlp_ratio)
+            for _ in range(gpsa_layers)
+        ])
+        self.global_blocks = nn.Sequential(*[
+            TransformerBlock(Attention(dim, heads, qkv_bias=qkv_bias), dim, mlp_ratio=mlp_ratio)
+            for _ in range(depth - gpsa_layers)
+        ])
         self.norm = LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
         init_transformer_(self)
         nn.init.trunc_normal_(self.position, std=0.02)
         if self.class_token is not None:
             nn.init.trunc_normal_(self.class_token, std=0.02)
-        if local:
-            for block in self.local_blocks:
-                block.attention.position.set_local_(strength=locality_strength, centers=centers)
-                nn.init.eye_(block.attention.value.weight)
+        for module in self.local_blocks.modules():
+            if local and isinstance(module, GaussianPosition):
+                module.set_local_(strength=locality_strength, centers=centers)
+            if local and isinstance(module, Attention):
+                nn.init.eye_(module.value.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `(batch, class)` of images `(batch, channel, y, x)`."""
@@ -136,6 +131,6 @@ def convit_micro() -> None:
     """A ConViT for two cores and 32x32 images: 96 wide, 6 deep (5 gated), 4 heads, average pooling."""
 
 
-@variant(convit, patch_size=1, dim=48, depth=4, heads=4, mlp_ratio=2.0, gpsa_layers=3, pool="mean")
+@variant(convit, patch_size=2, dim=48, depth=4, heads=4, mlp_ratio=2.0, gpsa_layers=3, pool="mean")
 def convit_nano() -> None:
-    """A ConViT for seconds and 8x8 images: every pixel a token, 48 wide, 4 deep (3 gated), average pooling."""
+    """A ConViT for seconds and 8x8 images: patch 2, 48 wide, 4 deep (3 gated), average pooling."""

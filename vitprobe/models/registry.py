@@ -115,7 +115,9 @@ def _options(constructor: Callable[..., nn.Module]) -> set[str]:
     return names
 
 
-def variant(base: Callable[..., nn.Module], **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., nn.Module]]:
+def variant(
+    base: Callable[..., nn.Module], **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., nn.Module]]:
     """Register a named size of a network: `base` with other defaults, every one of which can be overridden.
 
     Args:

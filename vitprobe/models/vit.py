@@ -5,7 +5,13 @@ from einops import repeat
 from torch import Tensor, nn
 
 from vitprobe.models.attention import Attention
-from vitprobe.models.layers import LayerNorm, PatchEmbedding, TransformerBlock, init_transformer_, sincos_positions
+from vitprobe.models.layers import (
+    LayerNorm,
+    PatchEmbedding,
+    TransformerBlock,
+    init_transformer_,
+    sincos_positions,
+)
 from vitprobe.models.registry import register, variant
 
 
@@ -43,12 +49,9 @@ class ViT(nn.Module):
         else:
             code = sincos_positions(self.patches.grid, dim) if position == "sincos" else None
             self.register_buffer("position", code, persistent=False)
-        self.blocks = nn.Sequential(
-            *[
-                TransformerBlock(Attention(dim, heads, qkv_bias=qkv_bias), dim, mlp_ratio=mlp_ratio)
-                for _ in range(depth)
-            ]
-        )
+        self.blocks = nn.Sequential(*[
+            TransformerBlock(Attention(dim, heads, qkv_bias=qkv_bias), dim, mlp_ratio=mlp_ratio) for _ in range(depth)
+        ])
         self.norm = LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
         init_transformer_(self)
@@ -121,6 +124,6 @@ def vit_micro() -> None:
     """A ViT for two cores and 32x32 images: 96 wide, 6 deep, 3 heads, average pooling."""
 
 
-@variant(vit, patch_size=1, dim=48, depth=4, heads=3, mlp_ratio=2.0, pool="mean")
+@variant(vit, patch_size=2, dim=48, depth=4, heads=3, mlp_ratio=2.0, pool="mean")
 def vit_nano() -> None:
-    """A ViT for seconds and 8x8 images: every pixel a token, 48 wide, 4 deep, 3 heads, average pooling."""
+    """A ViT for seconds and 8x8 images: patch 2, 48 wide, 4 deep, 3 heads, average pooling."""

@@ -202,7 +202,10 @@ def _require_something(found: Plan, probes: Sequence[FeatureProbe]) -> None:
             what, advice = (
                 ("units", 'name modules with layers=["blocks.*"] or the like')
                 if one.reads == "activation"
-                else ("attention maps between patches", "attention kernels that bypass PyTorch cannot be seen: run it with SDPA")
+                else (
+                    "attention maps between patches",
+                    "attention kernels that bypass PyTorch cannot be seen: run it with SDPA",
+                )
             )
             reasons = f" Left out: {'; '.join(found.skipped)}." if found.skipped else ""
             raise ValueError(f"{one.name}: the forward pass shows no {what}; {advice}.{reasons}")
@@ -234,18 +237,27 @@ def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, devi
     kinds = {unit.index: unit.kind for unit in found.units}
     grids = [place.layout.grid if isinstance(place, Unit) else place.grid for place in places]
     prefixes = [place.layout.prefix if isinstance(place, Unit) else place.prefix for place in places]
-    kind = [place.kind if isinstance(place, Unit) else kinds.get(place.unit, "msa") for place in places]
+    kind = [
+        place.kind if isinstance(place, Unit) else "msa" if place.unit is None else kinds[place.unit]
+        for place in places
+    ]
     coords: dict[str, tuple[str, Any, dict[str, str]]] = {
         "layer": ("layer", np.arange(len(places)), {"long_name": "place in the order of the forward pass"}),
         "layer_name": ("layer", [place.name for place in places], {"long_name": "path of the module"}),
         "kind": ("layer", kind, {"long_name": "what ran since the unit before"}),
-        "depth": ("layer", [place.depth for place in places], {"long_name": "normalised depth", "units": "1"}),
+        "depth": (
+            "layer",
+            [place.depth for place in places],
+            {"long_name": "normalised depth", "units": "1"},
+        ),
         "grid_h": ("layer", [grid[0] for grid in grids], {"long_name": "rows of patches", "units": "1"}),
         "grid_w": ("layer", [grid[1] for grid in grids], {"long_name": "columns of patches", "units": "1"}),
         "prefix": ("layer", prefixes, {"long_name": "class, distillation and register tokens", "units": "1"}),
     }
     ds = one.dataset(places).assign_coords(coords)
     options = one.config()
+    # Options that are text say which definition was used: they stand by themselves, beside the whole configuration.
+    named: dict[str, Any] = {key: value for key, value in options.items() if isinstance(value, str)}
     ds.attrs = provenance(
         title=one.title,
         references=one.references,
@@ -258,7 +270,7 @@ def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, devi
         image_height=found.image[0],
         image_width=found.image[1],
         skipped=json.dumps(list(found.skipped)),
-        **{key: value for key, value in options.items() if isinstance(value, str | int | float)},
+        **named,
     )
     return ds
 
@@ -281,5 +293,6 @@ def along_layer(
     shape = tuple(max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True))
     padded = np.full((len(arrays), *shape), np.nan)
     for index, array in enumerate(arrays):
-        padded[index, *(slice(size) for size in array.shape)] = array
+        corner: Any = (index, *map(slice, array.shape))
+        padded[corner] = array
     return ("layer", *dims), padded, {"long_name": long_name, "units": units}

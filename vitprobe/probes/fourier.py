@@ -40,7 +40,7 @@ def frequencies(grid: tuple[int, int], *, definition: Definition = "corrected") 
     common = math.gcd(*grid)
     if common == 1:
         raise ValueError(
-            f"a map of {grid[0]}x{grid[1]} has no diagonal frequency but zero, because its sides have no common divisor."
+            f"a map of {grid[0]}x{grid[1]} has no diagonal frequency but zero: its sides have no common divisor."
         )
     if definition == "corrected":
         return 2.0 * np.arange(common // 2 + 1) / common

@@ -100,7 +100,10 @@ class Nonlocality(FeatureProbe):
                     units="patches",
                 ),
                 "windows": along_layer(
-                    [site.windows for site in places], [], long_name="attention windows in an image", units="1"
+                    [site.windows for site in places],
+                    [],
+                    long_name="attention windows in an image",
+                    units="1",
                 ),
             },
             coords={"head": ("head", np.arange(heads), {"long_name": "head", "units": "1"})},

@@ -56,26 +56,24 @@ class FeatureVariance(FeatureProbe):
             ]
 
         text = "variance over positions"
-        return xr.Dataset(
-            {
-                "variance": along_layer(column(self._raw, "mean"), [], long_name=text, units="1"),
-                "variance_se": along_layer(
-                    column(self._raw, "standard_error"),
-                    [],
-                    long_name="standard error over images of variance",
-                    units="1",
-                ),
-                "normalised_variance": along_layer(
-                    column(self._normalised, "mean"), [], long_name=f"{text} over mean square", units="1"
-                ),
-                "normalised_variance_se": along_layer(
-                    column(self._normalised, "standard_error"),
-                    [],
-                    long_name="standard error over images of normalised_variance",
-                    units="1",
-                ),
-            }
-        )
+        return xr.Dataset({
+            "variance": along_layer(column(self._raw, "mean"), [], long_name=text, units="1"),
+            "variance_se": along_layer(
+                column(self._raw, "standard_error"),
+                [],
+                long_name="standard error over images of variance",
+                units="1",
+            ),
+            "normalised_variance": along_layer(
+                column(self._normalised, "mean"), [], long_name=f"{text} over mean square", units="1"
+            ),
+            "normalised_variance_se": along_layer(
+                column(self._normalised, "standard_error"),
+                [],
+                long_name="standard error over images of normalised_variance",
+                units="1",
+            ),
+        })
 
 
 def feature_variance(model: nn.Module, batches: Iterable[Any], **options: Any) -> xr.Dataset:

@@ -28,19 +28,13 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str,
         ValueError: if the source holds no weights, or names or shapes differ from the model's.
     """
     where = "the given weights" if isinstance(source, Mapping) else str(source)
-    content = (
-        source if isinstance(source, Mapping) else torch.load(source, map_location="cpu", weights_only=True)
-    )
+    content = source if isinstance(source, Mapping) else torch.load(source, map_location="cpu", weights_only=True)
     while isinstance(content, Mapping) and (
-        inner := next(
-            (content[key] for key in ("state_dict", "model") if isinstance(content.get(key), Mapping)), None
-        )
+        inner := next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), Mapping)), None)
     ):
         content = inner
     if not isinstance(content, Mapping):
-        raise ValueError(
-            f"{where} holds a {type(content).__name__}, not a state dict: save model.state_dict()."
-        )
+        raise ValueError(f"{where} holds a {type(content).__name__}, not a state dict: save model.state_dict().")
     weights = plain_names(content)
     expected = plain_names({name: (name, value) for name, value in model.state_dict().items()})
     # Checkpoints older than PyTorch 0.4.1 lack BatchNorm's counter, which evaluation never reads.
@@ -139,8 +133,7 @@ def require_same(folder: Path, saved: Mapping[str, Any], asked: Mapping[str, Any
     fields = [key for key in {**saved, **asked} if saved.get(key, absent) != asked.get(key, absent)]
     if fields:
         listing = "; ".join(
-            f"{what}.{key} was {saved.get(key, absent)!r} and is now {asked.get(key, absent)!r}"
-            for key in fields
+            f"{what}.{key} was {saved.get(key, absent)!r} and is now {asked.get(key, absent)!r}" for key in fields
         )
         raise ValueError(
             f"{folder} holds a training with another {what}: {listing}."

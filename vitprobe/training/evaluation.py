@@ -29,9 +29,7 @@ class Evaluation:
     images: int
 
 
-def evaluate(
-    model: nn.Module, batches: Iterable[Any], *, device: torch.device | str | None = None
-) -> Evaluation:
+def evaluate(model: nn.Module, batches: Iterable[Any], *, device: torch.device | str | None = None) -> Evaluation:
     """Mean negative log-likelihood and accuracy over all images, in evaluation mode.
 
     Every image counts the same, also in a short last batch. Afterwards every module is in the mode it was in.
@@ -62,9 +60,7 @@ def evaluate(
             totals += torch.stack([loss.sum(), loss.square().sum(), hits.double()])
             count += len(labels)
     if count == 0:
-        raise ValueError(
-            "evaluate got no images: the batches are empty, or an iterator that was already used up."
-        )
+        raise ValueError("evaluate got no images: the batches are empty, or an iterator that was already used up.")
     nll, square, accuracy = (totals / count).tolist()
     return Evaluation(
         nll=nll,

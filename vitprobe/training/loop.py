@@ -127,9 +127,7 @@ class _Run:
     def __init__(self, model: nn.Module, data: "ImageData", recipe: Recipe, device: torch.device) -> None:
         self.model, self.data, self.recipe, self.device = model, data, recipe, device
         size = recipe.batch_size
-        self.train = data.loader(
-            "train", batch_size=size, device=device, seed=recipe.seed, augment=recipe.augment
-        )
+        self.train = data.loader("train", batch_size=size, device=device, seed=recipe.seed, augment=recipe.augment)
         self.test = data.loader("test", batch_size=size, device=device)
         self.steps_per_epoch = len(self.train)
         self.optimizer = make_optimizer(model, recipe)
@@ -244,9 +242,7 @@ class _Run:
                     {"long_name": "completed epochs", "units": "1"},
                 )
             },
-            attrs=provenance(
-                title="Training history", config=config, device=str(self.device), seed=self.recipe.seed
-            ),
+            attrs=provenance(title="Training history", config=config, device=str(self.device), seed=self.recipe.seed),
         )
 
 

@@ -20,9 +20,7 @@ def soft_targets(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
     return targets.scatter_(1, labels[:, None], 1 - smoothing + even)
 
 
-def mix_batch(
-    images: Tensor, targets: Tensor, recipe: Recipe, rng: np.random.Generator
-) -> tuple[Tensor, Tensor]:
+def mix_batch(images: Tensor, targets: Tensor, recipe: Recipe, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Mixes each image and target with those at the mirrored place in the batch, by mixup or by CutMix.
 
     One λ ~ Beta(α, α) is drawn for the whole batch. In CutMix the box has the area share 1 - λ before it is

@@ -1,0 +1,151 @@
+"""What the studies of Park & Kim (2022) share: the five families at every scale, and the steps between units."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from vitprobe.claims import CLAIMS, Claim, Verdict, combine, decide, sign_test
+from vitprobe.probes import FeatureProbe
+from vitprobe.results import to_json
+from vitprobe.runs import DataSpec, Run, trained
+from vitprobe.study import Settings
+from vitprobe.training import Recipe
+
+NANO = ("resnet_nano", "convmixer_nano", "vit_nano", "convit_nano", "alternet_nano")
+MICRO = ("resnet_micro", "convmixer_micro", "vit_micro", "convit_micro", "alternet_micro")
+PAPER = ("preact_resnet50", "convmixer", "vit_ti", "convit_ti", "alternet50")
+
+# scale: models, data, seeds, recipe. One recipe for all families, as in the paper.
+SCALES: dict[str, tuple[Sequence[str], DataSpec, int, dict[str, Any]]] = {
+    "smoke": (
+        NANO,
+        DataSpec(spec="digits", train_size=200, test_size=100),
+        2,
+        {"epochs": 1, "batch_size": 50, "warmup_epochs": 0.5},
+    ),
+    "quick": (
+        NANO,
+        DataSpec(spec="digits"),
+        3,
+        {"epochs": 25, "batch_size": 32, "lr": 2e-3, "augment": "crop", "channels_last": True},
+    ),
+    "cpu": (
+        MICRO,
+        DataSpec(spec="cifar10", train_size=10_000, test_size=2_000),
+        3,
+        {"epochs": 16, "batch_size": 64, "lr": 1e-3, "augment": "crop_flip", "channels_last": True},
+    ),
+    "paper": (
+        PAPER,
+        DataSpec(spec="cifar100"),
+        3,
+        {
+            "epochs": 305,
+            "batch_size": 96,
+            "lr": 1.25e-4,
+            "warmup_epochs": 5.0,
+            "augment": "crop_flip",
+            "label_smoothing": 0.1,
+            "mixup": 1.0,
+            "cutmix": 0.8,
+            "stochastic_depth": 0.1,
+            "clip": 5.0,
+            "precision": "bfloat16",
+            "channels_last": True,
+        },
+    ),
+}
+
+
+def grid(settings: Settings) -> list[Run]:
+    """All families at a scale, seed by seed, so that a study that is stopped early has whole seeds."""
+    models, data, seeds, recipe = SCALES[settings.scale]
+    if settings.data is not None:
+        data = DataSpec(spec=settings.data)
+    chosen = DataSpec(
+        spec=data.spec,
+        root=str(settings.data_root) if settings.data_root else None,
+        train_size=settings.train_size or data.train_size,
+        test_size=settings.test_size or data.test_size,
+    )
+    return [
+        Run(model=model, data=chosen, recipe=Recipe(**recipe, seed=seed))
+        for seed in range(settings.seeds or seeds)
+        for model in models
+    ]
+
+
+def measure(run: Run, settings: Settings, probe: FeatureProbe) -> xr.Dataset:
+    """Train the run (or take it from the cache) and probe it on the whole test set."""
+    result = trained(run, cache=settings.cache, device=settings.device)
+    ds = probe.run(result.model, result.data.loader("test", batch_size=100), progress=False)
+    last = result.history.isel(epoch=-1)
+    return ds.assign_attrs(
+        seed=run.recipe.seed,
+        accuracy=100 * float(last.test_accuracy),
+        accuracy_se=100 * float(np.sqrt(last.test_accuracy * (1 - last.test_accuracy) / len(result.data.test.labels))),
+        test_loss=float(last.test_loss),
+        data=run.data.spec.partition(":")[0],
+        run_config=to_json(run.config()),
+    )
+
+
+def steps(ds: xr.Dataset, variable: str) -> xr.DataArray:
+    """The change of a variable that each unit makes `(run, layer)`; NaN for stems and wherever the grid changes."""
+    before = ds[variable].shift(layer=1)
+    same_grid = (ds.grid_h == ds.grid_h.shift(layer=1)) & (ds.grid_w == ds.grid_w.shift(layer=1))
+    return (ds[variable] - before).where(same_grid & ~ds.kind.isin(["stem", "subsample", ""]))
+
+
+def judge(ds: xr.Dataset, variable: str, claim: Claim, headline: Sequence[str]) -> list[Verdict]:
+    """Verdicts on "attention lowers, convolutions and MLPs raise": the whole claim, then every family and kind.
+
+    The deciding statistic of a seed is the *median* step over the units of a kind: its sign says which way most units
+    go, it does not hang on the early blocks that the paper excepts, and it has a spread where a share of units would
+    be saturated. The interval runs over seeds. The share of units and its sign test are stated beside it.
+
+    Args:
+        ds: stacked runs.
+        variable: what steps.
+        claim: the published claim.
+        headline: model families the claim was published for; others are reported, and do not decide.
+    """
+    change = steps(ds, variable)
+    parts: dict[tuple[str, str], Verdict] = {}
+    for model in dict.fromkeys(ds.model.values.tolist()):
+        of_model = change.where(ds.model == model, drop=True)
+        kinds = ds.kind.where(ds.model == model, drop=True)
+        for kind, direction in (("msa", "below"), ("mlp", "above"), ("conv", "above")):
+            rows = of_model.where(kinds == kind).values
+            rows = [row[np.isfinite(row)] for row in rows]
+            if not all(len(row) for row in rows):
+                continue
+            share, p = sign_test(np.concatenate(rows), direction)
+            word = "fall" if direction == "below" else "rise"
+            part = Claim(
+                id=f"{claim.id} {kind} {model}",
+                paper=claim.paper,
+                statement=f"{kind} units of {model} {'lower' if direction == 'below' else 'raise'} {variable}",
+                statistic=claim.statistic,
+                published="",
+                source=claim.source,
+            )
+            parts[model, kind] = decide(
+                part,
+                [float(np.median(row)) for row in rows],
+                threshold=0.0,
+                direction=direction,
+                detail=f"{share:.0%} of {sum(map(len, rows))} units {word} (one-sided sign test p = {p:.2g})",
+            )
+    deciding = [verdict for (model, _), verdict in parts.items() if model in headline]
+    return [combine(claim, deciding), *parts.values()]
+
+
+def headline(ds: xr.Dataset) -> list[str]:
+    """The families that the paper published these claims for: the ResNet and the plain ViT."""
+    return [model for model in dict.fromkeys(ds.model.values.tolist()) if model.startswith(("resnet", "preact", "vit"))]
+
+
+__all__ = ["CLAIMS", "grid", "headline", "judge", "measure", "steps"]

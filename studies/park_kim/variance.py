@@ -1,0 +1,46 @@
+"""Attention lowers the variance of feature maps, convolutions and MLPs raise it (Park & Kim 2022, Fig. 9).
+
+Claim      E16: the variance over positions falls in attention units and rises in MLP and convolution units, where the
+           grid stays. Published for ViT-Ti and ResNet-50 on CIFAR-100.
+Command    vitprobe run park_kim/variance                    digits; shares its trained networks with park_kim/fourier
+           vitprobe run park_kim/variance --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/variance --scale paper --device cuda
+Rule       Set before any number was seen. Of each seed the median step over the units of a kind; supported if the
+           95 % t interval over seeds lies wholly on the claimed side of zero for attention and MLPs of the ViT and
+           for the convolutions of the ResNet, contradicted if one lies wholly on the other side.
+"""
+
+import sys
+
+import xarray as xr
+
+from studies.park_kim.families import CLAIMS, grid, headline, judge
+from studies.park_kim.families import measure as measure_family
+from vitprobe.claims import Verdict
+from vitprobe.figures import draw
+from vitprobe.probes import FeatureVariance
+from vitprobe.runs import Run
+from vitprobe.study import Settings, Study, main
+
+
+def measure(run: Run, settings: Settings) -> xr.Dataset:
+    """Feature variance of one trained network on its test set."""
+    return measure_family(run, settings, FeatureVariance())
+
+
+def verdicts(ds: xr.Dataset) -> list[Verdict]:
+    """E16, from the steps of the variance."""
+    return judge(ds, "variance", CLAIMS["E16"], headline(ds))
+
+
+STUDY = Study(
+    name="park_kim/variance",
+    title="Variance of feature maps in five families of networks",
+    grid=grid,
+    measure=measure,
+    draw=draw,
+    verdicts=verdicts,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(STUDY))

@@ -1,0 +1,336 @@
+"""The command line: `vitprobe run | list | train | probe | show`."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from tyro.conf import OmitArgPrefixes, Positional, UseCounterAction, arg
+
+from vitprobe.names import unknown
+from vitprobe.study import Settings, exit_code, run_study
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vitprobe.training import Recipe
+
+
+def studies_root() -> Path:
+    """The folder that holds `studies/`: the checkout, or the copy inside an installed package."""
+    package = Path(__file__).parent
+    checkout = package.parent
+    return checkout if (checkout / "studies").is_dir() else package / "_studies"
+
+
+def list_studies() -> list[str]:
+    """Every study by its name, `paper/figure`."""
+    scripts = (studies_root() / "studies").glob("*/*.py")
+    return sorted(f"{s.parent.name}/{s.stem}" for s in scripts if "\nSTUDY = " in s.read_text())
+
+
+def find_study(name: str) -> Any:
+    """The study of a name, or of a script of one's own.
+
+    Args:
+        name: `paper/figure`, or the path of a script that defines `STUDY`.
+
+    Returns:
+        The study.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    script = Path(name)
+    if script.suffix == ".py" and script.is_file():
+        # By its own folder and name, so that worker processes can import it too.
+        sys.path.insert(0, str(script.resolve().parent))
+        module = importlib.import_module(script.stem)
+    elif name in (known := list_studies()):
+        if str(studies_root()) not in sys.path:
+            sys.path.insert(0, str(studies_root()))
+        module = importlib.import_module("studies." + name.replace("/", "."))
+    else:
+        raise unknown("study", name, known)
+    if not hasattr(module, "STUDY"):
+        raise ValueError(f"{name} defines no STUDY: end it with STUDY = vitprobe.study.Study(...).")
+    return module.STUDY
+
+
+def run(study: Annotated[Positional[str], arg(metavar="STUDY")], settings: OmitArgPrefixes[Settings]) -> None:
+    """Run a study: train what is missing, measure, save netCDF, draw, judge.
+
+    Args:
+        study: paper/figure, e.g. park_kim/fourier; or a script of your own that defines STUDY.
+        settings: how big, on what and where.
+    """
+    run_study(find_study(study), settings)
+
+
+def list_all(verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"])] = 0) -> None:
+    """List studies, models, probes and data sets.
+
+    Args:
+        verbose: count the parameters of every model, for 32x32 images and 10 classes.
+    """
+    from vitprobe.data import DATA_NAMES
+    from vitprobe.models import create_model, describe_model, list_models
+    from vitprobe.probes import FEATURE_PROBES
+
+    print("studies (vitprobe run STUDY)")
+    for name in list_studies():
+        print(f"  {name:<24} {find_study(name).title}")
+    print("\nmodels (vitprobe train MODEL)")
+    for name in list_models():
+        size = ""
+        if verbose:
+            side = 8 if name.endswith("nano") else 32
+            parameters = sum(p.numel() for p in create_model(name, image_size=side).parameters())
+            size = f"{parameters / 1e6:8.3f} M  "
+        print(f"  {name:<24} {size}{describe_model(name)}")
+    print("\nprobes (vitprobe probe MODEL --probes ...)")
+    for name, probe_class in sorted(FEATURE_PROBES.items()):
+        print(f"  {name:<24} {probe_class.title}")
+    print("\ndata (--data)")
+    for name in DATA_NAMES:
+        print(f"  {name}")
+
+
+def train(
+    model: Annotated[Positional[str], arg(metavar="MODEL")],
+    recipe: OmitArgPrefixes["Recipe"],
+    folder: Path,
+    data: str = "digits",
+    data_root: Path | None = None,
+    train_size: int | None = None,
+    test_size: int | None = None,
+    option: Annotated[list[str], tyro.conf.UseAppendAction] = [],  # noqa: B006  (tyro's way; never changed)
+    device: str | None = None,
+) -> None:
+    """Train a network and keep it in a folder; the same command goes on after an interruption.
+
+    Args:
+        model: a name from `vitprobe list`.
+        recipe: how to train.
+        folder: where the checkpoint and the history go.
+        data: digits, cifar10, cifar100, svhn, fashion_mnist, folder:PATH, npz:TRAIN,TEST, synthetic:low.
+        data_root: folder of downloaded data sets.
+        train_size: use this many training images, balanced over the classes.
+        test_size: use this many test images.
+        option: an argument of the network, e.g. --option patch_size=2; may be repeated.
+        device: cpu, cuda or cuda:1; the GPU if there is one unless given.
+    """
+    from vitprobe.data import load_data
+    from vitprobe.models import create_model
+    from vitprobe.results import save
+    from vitprobe.training import fit
+
+    images = load_data(data, root=data_root, train_size=train_size, test_size=test_size)
+    network = create_model(
+        model,
+        image_size=images.image_size,
+        channels=images.channels,
+        num_classes=images.num_classes,
+        seed=recipe.seed,
+        **_options(option),
+    )
+    history = fit(network, images, recipe, folder=folder, device=device)
+    path = save(history, folder / "history.nc")
+    last = history.isel(epoch=-1)
+    print(f"test accuracy {float(last.test_accuracy):.1%} after {recipe.epochs} epochs; history in {path}")
+
+
+def probe(
+    model: Annotated[Positional[str], arg(metavar="MODEL")],
+    output: Annotated[Path, arg(aliases=["-o"])],
+    data: str = "digits",
+    probes: str = "fourier,feature_variance",
+    checkpoint: Path | None = None,
+    data_root: Path | None = None,
+    split: str = "test",
+    images: int | None = None,
+    image_size: int | None = None,
+    batch_size: int = 64,
+    layers: str = "auto",
+    prefix: int | None = None,
+    device: str | None = None,
+) -> None:
+    """Probe a model of your own in one pass, and save one netCDF file per probe.
+
+    Args:
+        model: module:function that returns the model (the current folder is searched), timm:NAME, torchvision:NAME,
+            or a name from `vitprobe list`.
+        output: netCDF file; with several probes each gets its name added, e.g. out_fourier.nc.
+        data: images to probe on, as in `vitprobe train`.
+        probes: names from `vitprobe list`, separated by commas, or all.
+        checkpoint: weights to load into the model.
+        data_root: folder of downloaded data sets.
+        split: train or test.
+        images: use this many images, balanced over the classes.
+        image_size: resize the images to this many pixels a side.
+        batch_size: images in a pass.
+        layers: auto finds the residual units; glob patterns of module paths, separated by commas, take their outputs.
+        prefix: number of class and register tokens, where the inference is wrong.
+        device: cpu, cuda or cuda:1; the GPU if there is one unless given.
+    """
+    import torch
+
+    from vitprobe.data import load_data
+    from vitprobe.probes import FEATURE_PROBES
+    from vitprobe.probes import probe as run_probes
+    from vitprobe.results import save
+    from vitprobe.training import load_weights
+
+    names = sorted(FEATURE_PROBES) if probes == "all" else [name.strip() for name in probes.split(",")]
+    for name in names:
+        if name not in FEATURE_PROBES:
+            raise unknown("probe", name, [*FEATURE_PROBES, "all"])
+    if output.suffix != ".nc":
+        raise ValueError(f"the output is a netCDF file: use -o {output.with_suffix('.nc')}.")
+    if split not in ("train", "test"):
+        raise ValueError(f"split is train or test, not {split!r}.")
+    size = {"train": None, "test": None} | {split: images}
+    image_data = load_data(data, root=data_root, train_size=size["train"], test_size=size["test"])
+    network = _build(model, image_size or image_data.image_size, image_data.channels, image_data.num_classes)
+    if checkpoint is not None:
+        load_weights(network, checkpoint)
+    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    batches: Any = image_data.loader(split, batch_size=batch_size)
+    if image_size is not None:
+        batches = _Resized(batches, image_size)
+    tree = run_probes(
+        network,
+        batches,
+        [FEATURE_PROBES[name]() for name in names],
+        layers=layers if layers == "auto" else [pattern.strip() for pattern in layers.split(",")],
+        prefix=prefix,
+    )
+    for name in names:
+        ds = tree[name].to_dataset().assign_attrs(model=model, data=data.partition(":")[0], split=split)
+        path = output if len(names) == 1 else output.with_name(f"{output.stem}_{name}.nc")
+        print(save(ds, path))
+
+
+def show(
+    file: Annotated[Positional[Path], arg(metavar="FILE")],
+    output: Annotated[Path | None, arg(aliases=["-o"])] = None,
+) -> None:
+    """Draw a netCDF file of vitprobe as a PNG beside it.
+
+    Args:
+        file: what a study or a probe saved.
+        output: the PNG; the file's name with .png unless given.
+    """
+    from vitprobe.figures import draw, save_figure
+    from vitprobe.results import load
+
+    print(save_figure(draw(load(file)), output or file.with_suffix(".png")))
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run,
+    "list": list_all,
+    "train": train,
+    "probe": probe,
+    "show": show,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The `vitprobe` command.
+
+    Args:
+        arguments: the command line, without the program; `sys.argv` unless given.
+
+    Returns:
+        The exit code: 0, 1 for failed runs, 2 for bad input, 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "train" in arguments[:1]:
+        # The recipe's type is needed for its flags, and costs the import of torch; the other commands start without.
+        from vitprobe.training import Recipe
+
+        globals()["Recipe"] = Recipe
+        commands = COMMANDS
+    else:
+        commands = {**COMMANDS, "train": _train_without_flags}
+    return exit_code(
+        lambda: tyro.extras.subcommand_cli_from_dict(
+            commands,
+            prog="vitprobe",
+            description="How does this vision network work? Train, probe, and check what four papers say.",
+            args=arguments,
+            sort_subcommands=False,
+        )
+    )
+
+
+def _train_without_flags() -> None:
+    """Train a network and keep it in a folder; the same command goes on after an interruption."""
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    options = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--option {pair!r} has no value: use NAME=VALUE, e.g. patch_size=2.")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[name] = text
+    return options
+
+
+def _build(spec: str, image_size: int | tuple[int, int], channels: int, num_classes: int) -> "nn.Module":
+    """The model of `module:function`, `timm:NAME`, `torchvision:NAME`, or a name of ours."""
+    from torch import nn
+
+    from vitprobe.models import create_model
+
+    source, colon, name = spec.partition(":")
+    if not colon:
+        return create_model(spec, image_size=image_size, channels=channels, num_classes=num_classes)
+    if source == "timm":
+        import timm
+
+        if name not in timm.list_models():
+            raise unknown("timm model", name, timm.list_models())
+        return timm.create_model(name, num_classes=num_classes, in_chans=channels)
+    if source == "torchvision":
+        import torchvision
+
+        if name not in torchvision.models.list_models():
+            raise unknown("torchvision model", name, torchvision.models.list_models())
+        return torchvision.models.get_model(name, weights=None, num_classes=num_classes)
+    sys.path.insert(0, str(Path.cwd()))
+    module = importlib.import_module(source)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{source} has no function {name!r} that returns a model.")
+    model = function()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{spec} returned {type(model).__name__}, not a torch.nn.Module.")
+    return model
+
+
+class _Resized:
+    """A loader whose images are resized, bicubic and antialiased."""
+
+    def __init__(self, loader: Any, size: int) -> None:
+        self.loader = loader
+        self.size = size
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        import torch.nn.functional as F
+
+        def resize(x: "Tensor") -> "Tensor":
+            return F.interpolate(x, size=(self.size, self.size), mode="bicubic", antialias=True)
+
+        return ((resize(x), y) for x, y in self.loader)

@@ -1,0 +1,280 @@
+"""A study is one figure: a grid of runs, a measurement of each, a drawing, and verdicts on published claims.
+
+Measurements are cached by the hash of the run's configuration, so that a study which is interrupted repeats nothing
+that is done. The grid goes to any object with `.submit(fn, *args)`; a pool of processes is the default.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import xarray as xr
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from vitprobe.claims import Verdict, table, verdicts_to_json
+from vitprobe.figures import save_figure
+from vitprobe.results import config_hash, load, save, stack_runs
+
+Scale = Literal["smoke", "quick", "cpu", "paper"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How big, on what and where a study runs.
+
+    Attributes:
+        scale: smoke takes seconds, quick minutes on two cores with embedded data, cpu an hour on two cores, paper a
+            GPU and the papers' own settings.
+        data: a data set instead of the scale's own: digits, cifar10, cifar100, svhn, fashion_mnist, folder:PATH,
+            npz:TRAIN,TEST or synthetic:low.
+        data_root: folder of downloaded data sets.
+        train_size: use this many training images, balanced over the classes.
+        test_size: use this many test images.
+        device: cpu, cuda or cuda:1; the GPU if there is one unless given.
+        seeds: number of seeds, instead of the scale's own.
+        out: folder for the results; results/PAPER unless given.
+        cache: folder of trained runs and measurements; $VITPROBE_CACHE or ~/.cache/vitprobe unless given.
+        workers: processes that train and measure; one per core on a CPU, one on a GPU unless given.
+        recompute: measure again (trained models are kept).
+    """
+
+    scale: Scale = "quick"
+    data: str | None = None
+    data_root: Path | None = None
+    train_size: int | None = None
+    test_size: int | None = None
+    device: str | None = None
+    seeds: int | None = None
+    out: Path | None = None
+    cache: Path | None = None
+    workers: int | None = None
+    recompute: bool = False
+
+
+class RunLike(Protocol):
+    """What a study needs to know of a run; `vitprobe.runs.Run` is one."""
+
+    model: str
+
+    @property
+    def label(self) -> str:
+        """The run for people."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """Everything the trained weights depend on."""
+        ...
+
+    def fraction(self, cache: Path | None) -> float:
+        """How much of its training is done."""
+        ...
+
+
+@dataclass(frozen=True)
+class Study:
+    """One figure or table of a paper.
+
+    Attributes:
+        name: `paper/figure`, as in `studies/` and `results/`.
+        title: what it shows.
+        grid: the runs for given settings.
+        measure: one run's dataset, with coordinates and attributes of its own; called in a worker process.
+        draw: the figure of the stacked dataset.
+        verdicts: what the stacked dataset says of the published claims.
+    """
+
+    name: str
+    title: str
+    grid: Callable[[Settings], Sequence[RunLike]]
+    measure: Callable[[Any, Settings], xr.Dataset]
+    draw: Callable[[xr.Dataset], Figure]
+    verdicts: Callable[[xr.Dataset], Sequence[Verdict]]
+
+
+def run_study(study: Study, settings: Settings, *, executor: Executor | None = None) -> Path:
+    """Measure every run of a study that is not measured yet, then save, draw and judge.
+
+    Args:
+        study: the study.
+        settings: scale, data, device, folders.
+        executor: where the runs go: any object with `.submit(fn, *args)`; a pool of processes unless given.
+
+    Returns:
+        The netCDF file; the figure and the verdicts lie beside it under the same name.
+
+    Raises:
+        RuntimeError: if a run failed; the others are kept.
+    """
+    runs = list(study.grid(settings))
+    files = [_measured_file(study, run, settings) for run in runs]
+    missing = [(run, file) for run, file in zip(runs, files, strict=True) if settings.recompute or not _loads(file)]
+    print(f"{study.name} ({settings.scale}): {len(runs)} runs, {len(runs) - len(missing)} already measured")
+    failures = _measure_all(study, missing, settings, executor) if missing else []
+    if failures:
+        done = len(runs) - len(failures)
+        raise RuntimeError(
+            f"{len(failures)} of {len(runs)} runs failed, {done} are kept; the first, {failures[0][0].label}: "
+            f"{type(failures[0][1]).__name__}: {failures[0][1]}"
+        ) from failures[0][1]
+    ds = stack_runs([load(file) for file in files], model=[run.model for run in runs])
+    verdicts = list(study.verdicts(ds))
+    ds.attrs |= {"title": study.title, "study": study.name, "scale": settings.scale}
+    ds.attrs["verdicts"] = verdicts_to_json(verdicts)
+    paper, figure = study.name.split("/")
+    stem = (settings.out or Path("results") / paper) / f"{figure}_{settings.scale}"
+    path = save(ds, stem.with_suffix(".nc"))
+    save_figure(study.draw(ds), stem.with_suffix(".png"))
+    for verdict in verdicts:
+        print(f"  {verdict.claim.id:<24} {verdict.verdict:<13} {_numbers(verdict)}")
+    write_claims(stem.parent)
+    print(f"  {path}\n  {stem.with_suffix('.png')}\n  {stem.parent / 'claims.md'}")
+    return path
+
+
+def write_claims(folder: Path) -> Path:
+    """Write `claims.md` from the verdicts stored in the netCDF files of a folder.
+
+    Args:
+        folder: of results.
+
+    Returns:
+        The Markdown file.
+    """
+    from vitprobe.claims import verdicts_from_json
+
+    parts = [
+        "# Verdicts on published claims\n\nGenerated from the datasets in this folder; a verdict holds at the scale "
+        "and for the networks of its dataset.\n"
+    ]
+    for file in sorted(folder.glob("*.nc")):
+        attributes = load(file).attrs
+        if "verdicts" in attributes:
+            parts.append(f"## {attributes['title']} ({attributes['scale']} scale, [{file.name}]({file.name}))\n")
+            parts.append(table(verdicts_from_json(attributes["verdicts"])))
+    path = folder / "claims.md"
+    temporary = path.with_suffix(".md.part")
+    temporary.write_text("\n".join(parts))
+    temporary.replace(path)
+    return path
+
+
+def main(study: Study, arguments: Sequence[str] | None = None) -> int:
+    """Run a study from its script: `python studies/PAPER/FIGURE.py --scale quick`.
+
+    Args:
+        study: the study.
+        arguments: the command line, without the program; `sys.argv` unless given.
+
+    Returns:
+        The exit code: 0, 1 for failed runs, 2 for bad input, 130 after Ctrl-C.
+    """
+    import tyro
+
+    settings = tyro.cli(Settings, args=arguments, prog=f"vitprobe run {study.name}", description=study.title)
+    return exit_code(lambda: run_study(study, settings))
+
+
+def exit_code(action: Callable[[], Any]) -> int:
+    """Run an action of the command line: one sentence instead of a traceback for what a user can mend.
+
+    Args:
+        action: what to do.
+
+    Returns:
+        The exit code: 0, 1 for failed runs, 2 for bad input, 130 after Ctrl-C.
+    """
+    try:
+        action()
+    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
+        print(f"vitprobe: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"vitprobe: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nvitprobe: interrupted; what is done is kept, and the same command goes on.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _measured_file(study: Study, run: RunLike, settings: Settings) -> Path:
+    key = config_hash({"study": study.name, "run": run.config()})
+    return _cache(settings) / "measured" / f"{study.name.replace('/', '-')}-{run.model}-{key}.nc"
+
+
+def _cache(settings: Settings) -> Path:
+    return settings.cache or Path(os.environ.get("VITPROBE_CACHE") or "~/.cache/vitprobe").expanduser()
+
+
+def _loads(file: Path) -> bool:
+    """Whether a cached measurement is there and whole."""
+    try:
+        load(file)
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
+
+
+def _measure_and_save(study: Study, run: Any, settings: Settings, file: Path) -> None:
+    """What a worker does for one run."""
+    save(study.measure(run, settings), file)
+
+
+def _measure_all(
+    study: Study, missing: Sequence[tuple[RunLike, Path]], settings: Settings, executor: Executor | None
+) -> list[tuple[RunLike, BaseException]]:
+    """Measure runs at the same time, showing how far they are; returns those that failed."""
+    with _pool(settings, len(missing)) if executor is None else nullcontext(executor) as pool:
+        futures: dict[Future[None], RunLike] = {
+            pool.submit(_measure_and_save, study, run, settings, file): run for run, file in missing
+        }
+        waiting = set(futures)
+        try:
+            with tqdm(total=len(futures), desc=study.name, bar_format=_BAR, disable=None) as bar:
+                while waiting:
+                    time.sleep(0.2)
+                    finished = {future for future in waiting if future.done()}
+                    waiting -= finished
+                    if bar.disable:  # no terminal: a line per run instead
+                        for future in finished:
+                            print(
+                                f"  [{len(futures) - len(waiting)}/{len(futures)}] {futures[future].label}", flush=True
+                            )
+                    parts = [(futures[future], futures[future].fraction(settings.cache)) for future in waiting]
+                    bar.n = round(len(futures) - len(waiting) + sum(part for _, part in parts), 2)
+                    going = [f"{run.label} {part:.0%}" for run, part in parts if 0 < part < 1]
+                    bar.set_postfix_str(", ".join(going[:3]))
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+    failures = [(run, future.exception()) for future, run in futures.items()]
+    return [(run, error) for run, error in failures if error is not None]
+
+
+_BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {n:.1f}/{total} runs [{elapsed}<{remaining}]{postfix}"
+
+
+def _pool(settings: Settings, runs: int) -> ProcessPoolExecutor:
+    cores = os.cpu_count() or 1
+    on_gpu = settings.device is not None and settings.device.startswith("cuda")
+    workers = max(1, min(settings.workers or (1 if on_gpu else cores), runs))
+    # Spawned children read these when they import torch: many small runs beside each other beat one on all cores.
+    threads = str(max(1, cores // workers))
+    os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _numbers(verdict: Verdict) -> str:
+    if verdict.value != verdict.value:  # combined: the parts have the numbers
+        return f"n = {verdict.n} {verdict.unit}s"
+    interval = f"{verdict.value:+.3f} [{verdict.low:+.3f}, {verdict.high:+.3f}]"
+    return f"{interval}, n = {verdict.n} {verdict.unit}s; {verdict.detail}"
