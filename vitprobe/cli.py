@@ -105,6 +105,7 @@ def train(
     folder: Path,
     data: str = "digits",
     data_root: Path | None = None,
+    download: bool = True,
     train_size: int | None = None,
     test_size: int | None = None,
     option: Annotated[list[str], tyro.conf.UseAppendAction] = [],  # noqa: B006  (tyro's way; never changed)
@@ -118,6 +119,7 @@ def train(
         folder: where the checkpoint and the history go.
         data: digits, cifar10, cifar100, svhn, fashion_mnist, folder:PATH, npz:TRAIN,TEST, synthetic:low.
         data_root: folder of downloaded data sets.
+        download: fetch a data set that is not in its folder.
         train_size: use this many training images, balanced over the classes.
         test_size: use this many test images.
         option: an argument of the network, e.g. --option patch_size=2; may be repeated.
@@ -128,7 +130,7 @@ def train(
     from vitprobe.results import save
     from vitprobe.training import fit
 
-    images = load_data(data, root=data_root, train_size=train_size, test_size=test_size)
+    images = load_data(data, root=data_root, download=download, train_size=train_size, test_size=test_size)
     network = create_model(
         model,
         image_size=images.image_size,
@@ -150,6 +152,7 @@ def probe(
     probes: str = "fourier,feature_variance",
     checkpoint: Path | None = None,
     data_root: Path | None = None,
+    download: bool = True,
     split: str = "test",
     images: int | None = None,
     image_size: int | None = None,
@@ -168,6 +171,7 @@ def probe(
         probes: names from `vitprobe list`, separated by commas, or all.
         checkpoint: weights to load into the model.
         data_root: folder of downloaded data sets.
+        download: fetch a data set that is not in its folder.
         split: train or test.
         images: use this many images, balanced over the classes.
         image_size: resize the images to this many pixels a side.
@@ -193,7 +197,7 @@ def probe(
     if split not in ("train", "test"):
         raise ValueError(f"split is train or test, not {split!r}.")
     size = {"train": None, "test": None} | {split: images}
-    image_data = load_data(data, root=data_root, train_size=size["train"], test_size=size["test"])
+    image_data = load_data(data, root=data_root, download=download, train_size=size["train"], test_size=size["test"])
     network = _build(model, image_size or image_data.image_size, image_data.channels, image_data.num_classes)
     if checkpoint is not None:
         load_weights(network, checkpoint)

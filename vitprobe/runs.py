@@ -25,6 +25,7 @@ class DataSpec:
     root: str | None = None
     train_size: int | None = None
     test_size: int | None = None
+    download: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def trained(run: Run, *, cache: Path | None = None, device: str | None = None, p
 @lru_cache(maxsize=4)
 def load(spec: DataSpec) -> ImageData:
     """The images of a spec, kept in memory."""
-    return load_data(spec.spec, root=spec.root, train_size=spec.train_size, test_size=spec.test_size)
+    return load_data(**vars(spec))
 
 
 def cache_folder() -> Path:

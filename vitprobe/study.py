@@ -38,6 +38,7 @@ class Settings:
         data_root: folder of downloaded data sets.
         train_size: use this many training images, balanced over the classes.
         test_size: use this many test images.
+        download: fetch a data set that is not in its folder.
         device: cpu, cuda or cuda:1; the GPU if there is one unless given.
         seeds: number of seeds, instead of the scale's own.
         out: folder for the results; results/PAPER unless given.
@@ -51,6 +52,7 @@ class Settings:
     data_root: Path | None = None
     train_size: int | None = None
     test_size: int | None = None
+    download: bool = True
     device: str | None = None
     seeds: int | None = None
     out: Path | None = None

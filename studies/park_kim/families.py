@@ -69,6 +69,7 @@ def grid(settings: Settings) -> list[Run]:
         root=str(settings.data_root) if settings.data_root else None,
         train_size=settings.train_size or data.train_size,
         test_size=settings.test_size or data.test_size,
+        download=settings.download,
     )
     return [
         Run(model=model, data=chosen, recipe=Recipe(**recipe, seed=seed))

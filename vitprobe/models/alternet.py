@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vitprobe.models.attention import Attention, RelativeBias
-from vitprobe.models.layers import StochasticDepth
+from vitprobe.models.layers import StochasticDepth, check_divides
 from vitprobe.models.registry import register, variant
 from vitprobe.models.resnet import PreActivationBlock, PreActivationResNet
 
@@ -32,12 +32,7 @@ class WindowAttentionBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `(batch, channel, y, x)` to the same shape."""
         height, width = x.shape[-2:]
-        if height % self.window or width % self.window:
-            valid = [w for w in range(1, min(height, width) + 1) if height % w == 0 and width % w == 0]
-            raise ValueError(
-                f"window={self.window} does not divide a map of {height}x{width}: "
-                f"use window={min(valid, key=lambda w: abs(w - self.window))} (possible here: {valid})."
-            )
+        check_divides(self.window, (height, width), what="window", of=f"a map of {height}x{width}")
         reduced = self.reduced_norm(self.reduce(F.gelu(self.norm(x))))
         windows = rearrange(reduced, "b c (y wy) (x wx) -> (b y x) (wy wx) c", wy=self.window, wx=self.window)
         mixed = rearrange(
@@ -111,6 +106,11 @@ def alternet(
             "need one entry per stage each."
         )
     places = [attention_places(count, attention) for count, attention in zip(blocks, attentions, strict=True)]
+    height, width = image_size
+    for attention in attentions:
+        if attention:
+            check_divides(window, (height, width), what="window", of=f"a map of {height}x{width}")
+        height, width = (height + 1) // 2, (width + 1) // 2
 
     def block(stage: int, index: int, in_channels: int, out_channels: int, stride: int) -> nn.Module:
         if places[stage][index]:

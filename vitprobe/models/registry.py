@@ -70,15 +70,21 @@ def create_model(
         TypeError: if the constructor does not take an option.
     """
     constructor = _constructor(name)
-    accepted = _options(constructor)
-    for option in options:
-        if option not in accepted:
-            raise TypeError(f"model {name!r} takes no option {option!r}; it takes {', '.join(sorted(accepted))}.")
+    # The signature of a variant is that of its base; a constructor may also pass `**options` on to another library.
+    accepted = inspect.signature(constructor).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        for option in options:
+            if option not in accepted:
+                raise TypeError(f"model {name!r} takes no option {option!r}; it takes {', '.join(sorted(accepted))}.")
     arguments = dict(image_size=as_pair(image_size), channels=channels, num_classes=num_classes, **options)
     if seed is None:
         return constructor(**arguments)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "weights"))
+    device = torch.get_default_device()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        # Not `torch.manual_seed`, which would seed every accelerator as well, and for good.
+        torch.default_generator.manual_seed(derive_seed(seed, "weights"))
+        if device.type == "cuda":
+            torch.cuda.manual_seed(derive_seed(seed, "weights"))
         return constructor(**arguments)
 
 
@@ -94,7 +100,7 @@ def as_pair(size: int | tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: if it is neither, or not positive.
     """
-    pair = (size, size) if isinstance(size, int) else tuple(size)
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
         raise ValueError(f"a size is one positive integer or (height, width), not {size!r}.")
     return pair
@@ -104,15 +110,6 @@ def _constructor(name: str) -> Callable[..., nn.Module]:
     if name not in _CONSTRUCTORS:
         raise unknown("model", name, _CONSTRUCTORS)
     return _CONSTRUCTORS[name]
-
-
-def _options(constructor: Callable[..., nn.Module]) -> set[str]:
-    """The option names a constructor takes, following `**options` into the function it hands them to."""
-    parameters = inspect.signature(constructor).parameters.values()
-    names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names |= _options(constructor.__wrapped__)  # type: ignore[attr-defined]
-    return names
 
 
 def variant(

@@ -1,0 +1,113 @@
+"""The command line: what it prints, writes and returns."""
+
+import sys
+
+import pytest
+import torch
+import xarray as xr
+
+from vitprobe.cli import list_studies, main, studies_root
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VITPROBE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def call(*arguments: str) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as leave:  # how tyro leaves after --help and on wrong flags
+        return int(leave.code or 0)
+
+
+def test_list_names_everything(capsys):
+    assert call("list", "-v") == 0
+    out = capsys.readouterr().out
+    for name in ("park_kim/fourier", "vit_micro", "nonlocality", "digits", "cifar10"):
+        assert name in out
+    assert "5.356 M" in out  # vit_ti, patch 4, 10 classes
+
+
+def test_studies_are_those_of_the_folder():
+    assert list_studies() == ["park_kim/fourier", "park_kim/variance"]
+    assert (studies_root() / "studies" / "park_kim" / "fourier.py").is_file()
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["list"], ["train"], ["probe"], ["show"]])
+def test_help(command, capsys):
+    assert call(*command, "--help") == 0
+    assert "--help" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "park_kim/furier"], "Did you mean 'park_kim/fourier'"),
+        (["run", "park_kim/fourier", "--data", "cifar11"], "cifar10"),
+        (["run", "park_kim/fourier", "--data", "cifar10", "--data-root", "nowhere", "--no-download"], "nowhere"),
+        (["probe", "vit_nanno", "-o", "x.nc"], "Did you mean 'vit_nano'"),
+        (["probe", "vit_nano", "-o", "x.csv"], "use -o x.nc"),
+        (["probe", "vit_nano", "--probes", "furier", "-o", "x.nc"], "Did you mean 'fourier'"),
+        (["probe", "resnet_nano", "--probes", "nonlocality", "-o", "x.nc"], "no attention maps"),
+        (["probe", "no_such_module:build", "-o", "x.nc"], "no_such_module"),
+        (["probe", "timm:vit_tinny_patch16_224", "-o", "x.nc"], "Did you mean"),
+        (["probe", "vit_nano", "--checkpoint", "gone.pt", "-o", "x.nc"], "gone.pt"),
+        (["train", "vit_nano", "--folder", "f", "--epochs", "0"], "epochs must be at least 1"),
+        (["train", "vit_nano", "--folder", "f", "--option", "patch_size"], "NAME=VALUE"),
+        (["train", "vit_nano", "--folder", "f", "--option", "patch_size=3"], "use patch_size=2"),
+        (["show", "gone.nc"], "gone.nc"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, said, capsys):
+    assert call(*arguments) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["run"], ["nothing"], ["run", "park_kim/fourier", "--scale", "huge"]])
+def test_wrong_usage_is_exit_code_2(arguments):
+    assert call(*arguments) == 2
+
+
+def test_train_probe_show(tmp_path, capsys):
+    common = ["--data", "digits", "--train-size", "60", "--test-size", "40"]
+    arguments = ["train", "vit_nano", "--folder", "run", *common, "--epochs", "1", "--option", "depth=2"]
+    assert call(*arguments) == 0
+    assert "test accuracy" in capsys.readouterr().out
+    assert xr.load_dataset("run/history.nc").sizes == {"epoch": 1}
+
+    (tmp_path / "mynets.py").write_text(
+        "import vitprobe as vp\n"
+        "def build():\n"
+        "    return vp.create_model('vit_nano', image_size=8, channels=1, depth=2)\n"
+    )
+    arguments = ["probe", "mynets:build", "--checkpoint", "run/checkpoint.pt", "--probes", "all", "-o", "out/mine.nc"]
+    assert call(*arguments, "--images", "30", "--batch-size", "20") == 0
+    fourier = xr.load_dataset("out/mine_fourier.nc")
+    assert fourier.attrs["images"] == 30
+    assert fourier.kind.values.tolist() == ["stem", "msa", "mlp", "msa", "mlp"]
+    trained = torch.load("run/checkpoint.pt", weights_only=True)["model"]
+    fresh = __import__("mynets").build().state_dict()
+    assert not all(torch.equal(trained[name], fresh[name]) for name in fresh)
+
+    for name in ("fourier", "feature_variance", "nonlocality"):
+        assert call("show", f"out/mine_{name}.nc") == 0
+        assert (tmp_path / f"out/mine_{name}.png").stat().st_size > 5_000
+
+
+def test_probe_a_foreign_model_at_its_own_size(tmp_path):
+    arguments = ["probe", "torchvision:resnet18", "--data", "synthetic:low", "--images", "4", "--image-size", "64"]
+    assert call(*arguments, "--probes", "feature_variance", "-o", "r.nc") == 0
+    ds = xr.load_dataset("r.nc")
+    assert ds.attrs["image_height"] == 64
+    assert ds.attrs["model"] == "torchvision:resnet18"
+
+
+def test_a_study_of_ones_own(tmp_path, capsys):
+    (tmp_path / "no_study.py").write_text("x = 1\n")
+    assert call("run", "no_study.py") == 2
+    assert "defines no STUDY" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""A study's cache, failures, interruption and files, with a toy measurement and an executor in this process."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+from matplotlib.figure import Figure
+
+from vitprobe.claims import CLAIMS, decide, verdicts_from_json
+from vitprobe.results import load, provenance
+from vitprobe.study import Settings, Study, exit_code, run_study, write_claims
+
+MEASURED: list[str] = []
+
+
+@dataclass(frozen=True)
+class ToyRun:
+    model: str
+    seed: int
+    fails: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} seed {self.seed}"
+
+    def config(self):
+        return {"model": self.model, "seed": self.seed}
+
+    def fraction(self, cache: Path | None) -> float:
+        return 0.0
+
+
+class Inline:
+    """An executor that runs at once, in this process."""
+
+    def submit(self, function, *arguments):
+        future: Future = Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def measure(run: ToyRun, settings: Settings) -> xr.Dataset:
+    if run.fails:
+        raise ZeroDivisionError(f"{run.label} broke")
+    MEASURED.append(run.label)
+    values = np.random.default_rng(run.seed).normal(1.0, 0.1, 3)
+    return xr.Dataset(
+        {"value": ("layer", values, {"long_name": "a value", "units": "1"})},
+        coords={"layer": ("layer", np.arange(3), {"long_name": "layer", "units": "1"})},
+        attrs=provenance(title="toy", config=run.config(), seed=run.seed, probe="toy"),
+    )
+
+
+def verdicts(ds: xr.Dataset):
+    return [decide(CLAIMS["E14"], ds.value.mean("layer").values, threshold=0.0)]
+
+
+def toy(*runs: ToyRun) -> Study:
+    def draw(ds: xr.Dataset) -> Figure:
+        figure = Figure()
+        figure.subplots().plot(ds.value.values.T)
+        return figure
+
+    return Study("toys/toy", "Toys", lambda settings: list(runs), measure, draw, verdicts)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    MEASURED.clear()
+    return Settings(scale="smoke", out=tmp_path / "results", cache=tmp_path / "cache")
+
+
+def test_measures_saves_draws_and_judges(settings, capsys):
+    path = run_study(toy(ToyRun("a", 0), ToyRun("a", 1), ToyRun("b", 0)), settings, executor=Inline())
+    ds = load(path)
+    assert path.name == "toy_smoke.nc"
+    assert ds.model.values.tolist() == ["a", "a", "b"]
+    assert ds.seed.values.tolist() == [0, 1, 0]
+    assert ds.attrs["scale"] == "smoke"
+    assert verdicts_from_json(ds.attrs["verdicts"])[0].verdict == "supported"
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "**supported**" in (path.parent / "claims.md").read_text()
+    assert "supported" in capsys.readouterr().out
+
+
+def test_repeats_nothing_that_is_done(settings):
+    study = toy(ToyRun("a", 0), ToyRun("a", 1))
+    run_study(study, settings, executor=Inline())
+    run_study(study, settings, executor=Inline())
+    assert MEASURED == ["a seed 0", "a seed 1"]
+    run_study(toy(ToyRun("a", 0), ToyRun("a", 2)), settings, executor=Inline())
+    assert MEASURED[2:] == ["a seed 2"]
+
+
+def test_recompute_measures_again(settings):
+    study = toy(ToyRun("a", 0), ToyRun("a", 1))
+    run_study(study, settings, executor=Inline())
+    run_study(study, Settings(scale="smoke", out=settings.out, cache=settings.cache, recompute=True), executor=Inline())
+    assert len(MEASURED) == 4
+
+
+def test_the_same_numbers_but_for_the_time(settings, tmp_path):
+    study = toy(ToyRun("a", 0), ToyRun("a", 1))
+    first = load(run_study(study, settings, executor=Inline()))
+    other = Settings(scale="smoke", out=tmp_path / "again", cache=tmp_path / "another_cache")
+    second = load(run_study(study, other, executor=Inline()))
+    for ds in (first, second):
+        del ds.attrs["history"]
+    xr.testing.assert_identical(first, second)
+
+
+def test_a_damaged_measurement_is_made_again(settings):
+    study = toy(ToyRun("a", 0), ToyRun("a", 1))
+    run_study(study, settings, executor=Inline())
+    next((settings.cache / "measured").glob("*.nc")).write_bytes(b"not netCDF")
+    run_study(study, settings, executor=Inline())
+    assert len(MEASURED) == 3
+
+
+def test_a_failed_run_costs_only_itself(settings):
+    broken = ToyRun("b", 1, fails=True)
+    with pytest.raises(RuntimeError, match=r"1 of 3 runs failed, 2 are kept; the first, b seed 1: ZeroDivisionError"):
+        run_study(toy(ToyRun("a", 0), broken, ToyRun("a", 1)), settings, executor=Inline())
+    assert not (settings.out / "toy_smoke.nc").exists()
+    run_study(toy(ToyRun("a", 0), ToyRun("b", 1), ToyRun("a", 1)), settings, executor=Inline())
+    assert MEASURED == ["a seed 0", "a seed 1", "b seed 1"]
+
+
+def test_claims_are_gathered_from_all_files_of_a_folder(settings):
+    run_study(toy(ToyRun("a", 0), ToyRun("a", 1)), settings, executor=Inline())
+    text = write_claims(settings.out).read_text()
+    assert "## Toys (smoke scale, [toy_smoke.nc](toy_smoke.nc))" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ValueError("bad"), 2), (FileNotFoundError("gone"), 2), (RuntimeError("failed"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_exit_codes_are_one_sentence(error, code, capsys):
+    def action():
+        raise error
+
+    assert exit_code(action) == code
+    assert capsys.readouterr().err.strip().startswith("vitprobe: ")
