@@ -6,7 +6,9 @@ that is done. The grid goes to any object with `.submit(fn, *args)`; a pool of p
 
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -234,6 +236,7 @@ def _measure_all(
     study: Study, missing: Sequence[tuple[RunLike, Path]], settings: Settings, executor: Executor | None
 ) -> list[tuple[RunLike, BaseException]]:
     """Measure runs at the same time, showing how far they are; returns those that failed."""
+    pool: Executor
     with _pool(settings, len(missing)) if executor is None else nullcontext(executor) as pool:
         futures: dict[Future[None], RunLike] = {
             pool.submit(_measure_and_save, study, run, settings, file): run for run, file in missing
@@ -257,6 +260,9 @@ def _measure_all(
         except BaseException:
             for future in futures:
                 future.cancel()
+            if executor is None:  # checkpoints are whole at any moment, so nobody has to be waited for
+                for worker in multiprocessing.active_children():
+                    worker.terminate()
             raise
     failures = [(run, future.exception()) for future, run in futures.items()]
     return [(run, error) for run, error in failures if error is not None]
@@ -267,12 +273,25 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {n:.1f}/{total} runs [{elapsed}<{re
 
 def _pool(settings: Settings, runs: int) -> ProcessPoolExecutor:
     cores = os.cpu_count() or 1
-    on_gpu = settings.device is not None and settings.device.startswith("cuda")
-    workers = max(1, min(settings.workers or (1 if on_gpu else cores), runs))
+    workers = max(1, min(settings.workers or (1 if _on_gpu(settings.device) else cores), runs))
     # Spawned children read these when they import torch: many small runs beside each other beat one on all cores.
     threads = str(max(1, cores // workers))
     os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker)
+
+
+def _on_gpu(device: str | None) -> bool:
+    if device is not None:
+        return device.startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _start_worker() -> None:
+    """Leave Ctrl-C to the parent, and give bars a lock that a terminated process does not leak."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tqdm.set_lock(threading.RLock())
 
 
 def _numbers(verdict: Verdict) -> str:

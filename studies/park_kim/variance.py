@@ -5,9 +5,10 @@ Claim      E16: the variance over positions falls in attention units and rises i
 Command    vitprobe run park_kim/variance                    digits; shares its trained networks with park_kim/fourier
            vitprobe run park_kim/variance --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/variance --scale paper --device cuda
-Rule       Set before any number was seen. Of each seed the median step over the units of a kind; supported if the
-           95 % t interval over seeds lies wholly on the claimed side of zero for attention and MLPs of the ViT and
-           for the convolutions of the ResNet, contradicted if one lies wholly on the other side.
+Rule       Set before the cpu scale was measured. Of each seed the median step over the units of a kind; supported if
+           the 95 % t interval over seeds lies wholly on the claimed side of zero for attention and MLPs of the ViT
+           and for the convolutions of the ResNet, contradicted if one lies wholly on the other side. A network that
+           did not learn its task (45 % of ten classes) is no evidence.
 """
 
 import sys

@@ -31,7 +31,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "a TorchScript model runs outside Python, where nothing can be watched: "
                 "give the nn.Module it was made from."
             )
-        if type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+        if {"FullyShardedDataParallel", "FSDPModule"} & {parent.__name__ for parent in type(model).__mro__}:
             raise TypeError("a model sharded by FSDP holds no whole weights: load it into one process, unsharded.")
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
@@ -60,6 +60,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
             model.eval()
             yield
         finally:
+            # Through the model's own train() first, which may do more than set flags (unmerge adapters, say).
+            model.train(modes[model])
             for module, training in modes.items():
                 module.training = training
 

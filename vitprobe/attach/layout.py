@@ -67,7 +67,7 @@ def infer_layout(
         image: `(height, width)` of the images [pixels].
         prefix: tokens before the patches, as the user says.
         declared: the same as the model says; ignored where it leaves no grid (ConViT's class token joins late).
-        channels_last: what other operations on tensors of this shape told, for a map whose shape fits both ways.
+        channels_last: what the operations around it tell, for a map whose shape fits both ways.
     """
     if len(shape) == 4 and shape[0] == batch:
         options = [Layout("bchw", (shape[2], shape[3])), Layout("bhwc", (shape[1], shape[2]))]

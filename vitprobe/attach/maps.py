@@ -25,14 +25,12 @@ class MapSource:
         operand: index of the map among the call's tensors (products only).
         order: axes of the operand that put (..., query, key) last (products only).
         shape: of the map in the traced pass, `(..., query, key)`, or `(..., head, query, key)`.
-        value_dim: channels of the values in one head, as far as the call shows.
     """
 
     kind: Literal["sdpa", "mha", "product"]
     operand: int
     order: tuple[int, ...]
     shape: tuple[int, ...]
-    value_dim: int
 
 
 def recognise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> MapSource | None:
@@ -44,26 +42,27 @@ def recognise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> MapSource 
         kwargs: its keyword arguments.
     """
     if func is F.scaled_dot_product_attention:
-        query, key, value = _sdpa(*args, **kwargs)[:3]
-        return MapSource("sdpa", 0, (), (*query.shape[:-1], key.shape[-2]), value.shape[-1])
+        query, key = _sdpa(*args, **kwargs)[:2]
+        return MapSource("sdpa", 0, (), (*query.shape[:-1], key.shape[-2]))
     if func is F.multi_head_attention_forward:
         call = _mha(*args, **kwargs)
-        query, key, heads = call["query"], call["key"], call["num_heads"]
+        query, heads = call["query"], call["num_heads"]
         if query.ndim != 3:
             return None
-        return MapSource("mha", 0, (), (query.shape[1], heads, query.shape[0], key.shape[0]), query.shape[2] // heads)
+        keys = call["key"].shape[0] + (call["bias_k"] is not None) + call["add_zero_attn"]
+        return MapSource("mha", 0, (), (query.shape[1], heads, query.shape[0], keys))
     if func in MATMUL:
         left, right = (args[1], args[0]) if func is Tensor.__rmatmul__ else tensors_of([*args, kwargs])[:2]
         if left.ndim >= 3 and right.ndim >= 3:
             axes = list(range(left.ndim))
             if _stochastic(left, -1):
                 operand = int(func is Tensor.__rmatmul__)
-                return MapSource("product", operand, tuple(axes), tuple(left.shape), right.shape[-1])
+                return MapSource("product", operand, tuple(axes), tuple(left.shape))
             if _stochastic(right, -2):
                 order = (*axes[:-2], axes[-1], axes[-2])
                 shape = tuple(right.shape[i] for i in order)
-                return MapSource("product", int(func is not Tensor.__rmatmul__), order, shape, left.shape[-2])
-    if func is torch.einsum and isinstance(args[0], str) and "." not in args[0]:
+                return MapSource("product", int(func is not Tensor.__rmatmul__), order, shape)
+    if func is torch.einsum and isinstance(args[0], str):
         return _recognise_einsum(args[0].replace(" ", ""), tensors_of(list(args[1:])))
     return None
 
@@ -73,16 +72,18 @@ def _recognise_einsum(equation: str, operands: list[Tensor]) -> MapSource | None
     letters = left.split(",")
     if len(letters) != 2 or len(operands) != 2 or not output:
         return None
+    # An ellipsis stands for the axes without a letter; digits cannot clash with letters.
+    rest = [operand.ndim - len(mine.replace("...", "")) for mine, operand in zip(letters, operands, strict=True)]
+    letters = [mine.replace("...", "0123456789"[-n:] if n else "") for mine, n in zip(letters, rest, strict=True)]
+    output = output.replace("...", "0123456789"[-max(rest) :] if max(rest) else "")
     for i, (mine, other) in enumerate((letters, letters[::-1])):
         keys = [a for a in mine if a in other and a not in output]
         queries = [a for a in mine if a not in other and a in output]
-        values = [a for a in other if a not in mine and a in output]
         if len(keys) == 1 and len(queries) == 1 and len(mine) >= 3 and _stochastic(operands[i], mine.index(keys[0])):
             rest = [a for a in mine if a not in (keys[0], queries[0])]
             order = tuple(mine.index(a) for a in (*rest, queries[0], keys[0]))
             shape = tuple(operands[i].shape[a] for a in order)
-            width = operands[1 - i].shape[other.index(values[0])] if values else 1
-            return MapSource("product", i, order, shape, width)
+            return MapSource("product", i, order, shape)
     return None
 
 
@@ -120,7 +121,7 @@ def compute_maps(
         size = chunk(query[0].numel() // query.shape[-1] * key.shape[-2])
         for start in range(0, len(query), size):
             part = slice(start, start + size)
-            yield _sdpa_weights(query[part], key[part], _cut(mask, part), causal, scale, grouped)
+            yield _sdpa_weights(query[part], key[part], _cut(mask, part, query.ndim), causal, scale, grouped)
     else:
         call = _mha(*args, **kwargs)
         query, key = call["query"], call["key"]
@@ -154,11 +155,14 @@ def _sdpa_logit_arguments(
     return query, key, mask, causal, query.shape[-1] ** -0.5 if scale is None else scale, grouped
 
 
-def _cut(mask: Tensor | None, part: slice) -> Tensor | None:
-    return mask[part] if mask is not None and mask.ndim >= 3 and len(mask) > 1 else mask
+def _cut(mask: Tensor | None, part: slice, axes: int) -> Tensor | None:
+    """The mask of some leading entries; one with fewer axes than the query, or a single entry, is that of all."""
+    return mask[part] if mask is not None and mask.ndim == axes and len(mask) > 1 else mask
 
 
 def _sdpa_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, grouped: bool) -> Tensor:
+    if query.dtype in (torch.float16, torch.bfloat16):  # the fused kernels add up in float32, too
+        query, key = query.float(), key.float()
     if grouped:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     logits = (query @ key.transpose(-2, -1)).mul_(scale)

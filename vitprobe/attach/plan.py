@@ -2,6 +2,7 @@
 
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -45,9 +46,9 @@ class AttentionSite:
     """One attention map of the network.
 
     Attributes:
-        name: path of the module that applies it.
-        unit: index of the unit it belongs to, or `None`.
-        depth: depth of that unit.
+        name: path of the module that applies it; `#2` and so on for further maps in that module.
+        kind: kind of the residual unit it belongs to; `msa` if it belongs to none.
+        depth: depth of that unit, whichever units `layers` chose; NaN if it belongs to none.
         heads: number of heads.
         grid: rows and columns of patches that attend to each other (the window's, for windowed attention).
         prefix: class, distillation and register tokens before them.
@@ -57,7 +58,7 @@ class AttentionSite:
     """
 
     name: str
-    unit: int | None
+    kind: Kind
     depth: float
     heads: int
     grid: tuple[int, int]
@@ -90,7 +91,8 @@ def plan(
     Args:
         model: the module, unwrapped, in evaluation mode.
         batch: what it is called on.
-        layers: `"auto"` finds the units; glob patterns of module paths take those modules' outputs instead.
+        layers: `"auto"` finds the units; glob patterns of module paths take those modules' outputs instead (`*` stays
+            between two dots: `blocks.*` is the blocks and not what is in them).
         prefix: tokens before the patches, where the inference is wrong.
         forward: calls the model on a batch.
 
@@ -105,12 +107,10 @@ def plan(
     trace = tracer.trace
     trace.output = tracer.node_of(logits)
     finder = _Finder(trace, len(images), (images.shape[-2], images.shape[-1]), prefix, _declared_prefix(model))
-    if layers == "auto":
-        units = finder.residual_units() or finder.chain_units()
-    else:
-        units = finder.pattern_units([layers] if isinstance(layers, str) else list(layers))
-    units = _number(units)
-    attentions = finder.attentions(units)
+    steps = units = _number(finder.residual_units() or finder.chain_units())
+    if layers != "auto":
+        units = _number(finder.pattern_units([layers] if isinstance(layers, str) else list(layers)))
+    attentions = finder.attentions(steps)
     return Plan(
         units=tuple(found.unit for found in units),
         attentions=tuple(attentions),
@@ -159,22 +159,25 @@ class _Finder:
         self.declared = declared
         self.skipped: list[str] = []
 
-    def layout(self, shape: tuple[int, ...]) -> Layout | None:
+    def layout(self, node: int | None) -> Layout | None:
+        if node is None:
+            return None
+        return self._infer(self.trace.nodes[node].shape, self.trace.nodes[node].channels_last)
+
+    def _infer(self, shape: tuple[int, ...], channels_last: bool | None = None) -> Layout | None:
         return infer_layout(
             shape,
             batch=self.batch,
             image=self.image,
             prefix=self.prefix,
             declared=self.declared,
-            channels_last=self.trace.channels_last.get(shape),
+            channels_last=channels_last,
         )
 
     def residual_units(self) -> list[_Found]:
         """Additions on the stream, and what changes it between them without a skip connection."""
         nodes, stream = self.trace.nodes, self.trace.stream()
-        additions = [
-            n for n in stream if nodes[n].operands and (found := self.layout(nodes[n].shape)) and found.tokens > 1
-        ]
+        additions = [n for n in stream if nodes[n].operands and self._is_map(n)]
         units: list[_Found] = []
         for end in additions:
             start = nodes[end].dominator
@@ -185,9 +188,9 @@ class _Finder:
             grid = units[-1].unit.layout.grid if units else None
             between = set(self.trace.between(start, end))
             unit = self._unit(end, self._kind(between, grid, end), between)
-            # The skip connection is the operand that less was done to.
-            work = [len(self.trace.between(start, operand)) for operand in nodes[end].operands]
-            unit.unit = replace(unit.unit, stream=int(work[1] < work[0]))
+            # The skip connection is the operand that is fewer operations away.
+            away = [self.trace.distance(start, operand) for operand in nodes[end].operands]
+            unit.unit = replace(unit.unit, stream=int(away[1] < away[0]))
             units.append(unit)
         if units:
             last = max(units[-1].nodes)
@@ -198,7 +201,7 @@ class _Finder:
     def chain_units(self) -> list[_Found]:
         """A network without residual additions: each step from one mixing operation to the next."""
         nodes = self.trace.nodes
-        stream = [n for n in self.trace.stream() if n == 0 or self.layout(nodes[n].shape)]
+        stream = [n for n in self.trace.stream() if n == 0 or self._is_map(n)]
         mixing = [n for n in stream if nodes[n].op in ("conv", "linear", "attention")]
         ends = [stream[stream.index(n) - 1] for n in mixing[1:]] + stream[-1:]
         units: list[_Found] = []
@@ -213,13 +216,13 @@ class _Finder:
         """The outputs of the modules whose path matches a pattern, in the order of the forward pass."""
         calls = self.trace.modules
         for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(call.name, pattern) for call in calls):
+            if not any(_matches(call.name, pattern) for call in calls):
                 names = ", ".join(dict.fromkeys(call.name for call in calls if call.name))
                 raise ValueError(f"no module of the model matches layers={pattern!r}; it has {names}.")
         units = []
         for call in calls:
-            if any(fnmatch.fnmatchcase(call.name, pattern) for pattern in patterns):
-                if layout := self.layout(call.shape):
+            if any(_matches(call.name, pattern) for pattern in patterns):
+                if layout := self.layout(call.node):
                     units.append(_Found(Unit(0, call.name, "module", 0.0, layout, call.event), set()))
                 else:
                     self.skipped.append(f"{call.name}: an output of shape {call.shape} is no image")
@@ -228,76 +231,67 @@ class _Finder:
     def attentions(self, units: list[_Found]) -> list[AttentionSite]:
         """The attention maps between patches; the others go to `skipped` with the reason."""
         sites: list[AttentionSite] = []
+        uses: Counter[str] = Counter()
         for index, node in enumerate(self.trace.nodes):
             if node.source is None:
                 continue
+            uses[node.module] += 1
+            name = node.module if uses[node.module] == 1 else f"{node.module}#{uses[node.module]}"
+            place = self._place(node.source.shape, self._around(node))
+            if isinstance(place, str):
+                self.skipped.append(f"{name}: {place}")
+                continue
             unit = next((found.unit for found in units if index in found.nodes), None)
-            site = self._attention(node, unit, len([s for s in sites if s.name == node.module]))
-            if isinstance(site, str):
-                self.skipped.append(f"{node.module}: {site}")
-            else:
-                sites.append(site)
+            kind, depth = (unit.kind, unit.depth) if unit else ("msa", math.nan)
+            sites.append(AttentionSite(name, kind, depth, *place, node.event, node.source))
+        for found in units:
+            if found.unit.kind == "msa" and all(self.trace.nodes[n].source is None for n in found.nodes):
+                self.skipped.append(f"{found.unit.name}: activations multiply each other, but not by maps of shares")
         return sites
 
-    def _attention(self, node: Node, unit: Unit | None, used: int) -> AttentionSite | str:
-        source = node.source
-        assert source is not None
-        queries, keys = source.shape[-2:]
-        leading = math.prod(source.shape[:-2])
-        if len(source.shape) >= 4:
-            heads = source.shape[-3]
-        else:
-            # (batch x head) on one axis, batch first: the stream's width tells the heads, else there are no windows.
-            width = unit and self._channels(unit)
-            heads = width // source.value_dim if width and width % source.value_dim == 0 else leading // self.batch
-        if leading % heads or (leading // heads) % self.batch:
-            return f"a map of shape {source.shape} does not divide into {self.batch} images"
-        windows = leading // heads // self.batch
-        layout = unit.layout if unit else None
+    def _place(
+        self, shape: tuple[int, ...], around: Layout | None
+    ) -> tuple[int, tuple[int, int], int, int] | str:
+        """Heads, grid, prefix tokens and windows of maps `(..., query, key)`, or why they are none between patches."""
+        queries, keys = shape[-2:]
         if queries != keys:
             return f"{queries} queries attend to {keys} keys, which lie on different grids"
-        if windows == 1:
-            tokens = layout.tokens if layout else None
-            found = infer_layout(
-                (self.batch, queries, 1),
-                batch=self.batch,
-                image=self.image,
-                prefix=layout.prefix if layout and tokens == queries else self.prefix,
-                declared=self.declared,
-            )
-            if found is None or (tokens is not None and abs(tokens - queries) > MAX_TOKEN_DIFFERENCE):
-                return f"a map of {queries}x{keys} is not over the {tokens} tokens but, it seems, over channels"
-            grid, prefix = found.grid, found.prefix
-        else:
+        layout = around or self._infer((self.batch, queries, 1))
+        if layout is None:
+            return f"{queries} tokens are no grid"
+        grid, prefix, windows = layout.grid, layout.prefix, 1
+        if queries != layout.tokens:
             side = math.isqrt(queries)
-            if side * side != queries:
-                return f"a window of {queries} tokens is not square"
+            windows = math.prod(-(-length // side) for length in layout.grid)  # those at the border may be padded
+            if side * side != queries or windows == 1:
+                return f"a map of {queries}x{keys} is not over the {layout.tokens} tokens but, it seems, over channels"
             grid, prefix = (side, side), 0
-            if layout and windows * queries < layout.grid[0] * layout.grid[1]:
-                return f"{windows} maps of {queries}x{keys} do not cover {layout.grid[0]}x{layout.grid[1]} tokens"
-        name = node.module if not used else f"{node.module}#{used + 1}"
-        return AttentionSite(
-            name=name,
-            unit=unit.index if unit else None,
-            depth=unit.depth if unit else math.nan,
-            heads=heads,
-            grid=grid,
-            prefix=prefix,
-            windows=windows,
-            event=node.event,
-            source=source,
-        )
+        # Axes before the head, or (batch x head) on one axis, have the batch first.
+        leading = math.prod(shape[:-2])
+        heads = shape[-3] if len(shape) >= 4 else leading // (self.batch * windows)
+        if leading != self.batch * windows * heads:
+            rows, columns = layout.grid
+            return f"maps of shape {shape} are not those of {self.batch} images of {rows}x{columns} patches"
+        return heads, grid, prefix, windows
 
-    def _channels(self, unit: Unit) -> int:
-        shape = next(node.shape for node in self.trace.nodes if node.event == unit.event)
-        return shape[1] if unit.layout.axes == "bchw" else shape[-1]
+    def _around(self, attention: Node) -> Layout | None:
+        """The layout of the nearest activation before an attention, by its shape and the operations around it."""
+        nodes = self.trace.nodes
+        waiting = list(attention.parents)
+        for n in waiting:  # grows: breadth first
+            last = nodes[n].channels_last
+            layout = None if last is None else self.layout(n)
+            if layout and layout.tokens > 1 and last == (layout.axes != "bchw"):
+                return layout
+            waiting += [parent for parent in nodes[n].parents if parent and parent not in waiting]
+        return None
 
     def _transition(self, start: int, end: int, kind: Kind | None = None) -> list[_Found]:
         """The unit between two nodes of the stream, if anything but norms and activations happens there."""
-        nodes = set(self.trace.between(start, end)) if end > start else set()
-        layout = self.layout(self.trace.nodes[end].shape)
-        if layout is None:
+        layout = self.layout(end)
+        if layout is None or end == start:
             return []
+        nodes = set(self.trace.between(start, end))
         if kind is None:
             mixes = any(self.trace.nodes[n].op in ("attention", "conv", "linear") for n in nodes)
             moves = layout.grid != self._grid(start)
@@ -316,14 +310,21 @@ class _Finder:
 
     def _unit(self, end: int, kind: Kind, nodes: set[int]) -> _Found:
         node = self.trace.nodes[end]
-        layout = self.layout(node.shape)
+        layout = self.layout(end)
         assert layout is not None
         return _Found(Unit(0, node.module, kind, 0.0, layout, node.event), nodes)
 
     def _grid(self, node: int) -> tuple[int, int] | None:
-        layout = self.layout(self.trace.nodes[node].shape)
+        layout = self.layout(node)
         return layout.grid if layout else None
 
+    def _is_map(self, node: int) -> bool:
+        """Whether an activation has more than one position."""
+        layout = self.layout(node)
+        return layout is not None and layout.tokens > 1
 
-# Prefix tokens may join between an attention and the addition that closes its unit, not hundreds of them.
-MAX_TOKEN_DIFFERENCE = 16
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a module path matches a glob pattern, part by part."""
+    parts, globs = name.split("."), pattern.split(".")
+    return len(parts) == len(globs) and all(map(fnmatch.fnmatchcase, parts, globs))

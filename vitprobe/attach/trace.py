@@ -38,7 +38,9 @@ PRODUCT = {
 }
 PRODUCT |= {torch.einsum, torch.addmm, torch.baddbmm, F.bilinear}
 CHANNELS_FIRST = {F.conv2d, F.batch_norm, F.group_norm, F.max_pool2d, F.avg_pool2d}
-CHANNELS_LAST = {F.linear, F.layer_norm}
+CHANNELS_LAST = {F.linear, F.layer_norm, F.multi_head_attention_forward}
+PERMUTE = {torch.permute, Tensor.permute}
+RESHAPE = {torch.reshape, Tensor.reshape, Tensor.view, torch.transpose, Tensor.transpose, torch.movedim, Tensor.movedim}
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Node:
         height: number of its dominators.
         operands: for an addition, the nodes of its two operands in order.
         source: for an attention, where its map comes from.
+        channels_last: where the channels of four axes are, as far as the operations around it tell.
     """
 
     event: Event
@@ -84,15 +87,17 @@ class Node:
     height: int
     operands: tuple[int, ...] = ()
     source: MapSource | None = None
+    channels_last: bool | None = None
 
 
 @dataclass
 class ModuleCall:
-    """One module that returned during the traced pass, with the shape of its first tensor."""
+    """One module that returned during the traced pass: the node of its first tensor, if it depends on the images."""
 
     event: Event
     name: str
     shape: tuple[int, ...]
+    node: int | None
 
 
 @dataclass
@@ -101,7 +106,6 @@ class Trace:
 
     nodes: list[Node] = field(default_factory=list)
     modules: list[ModuleCall] = field(default_factory=list)
-    channels_last: dict[tuple[int, ...], bool] = field(default_factory=dict)
     output: int | None = None
 
     def stream(self) -> list[int]:
@@ -123,10 +127,18 @@ class Trace:
                 waiting.extend(self.nodes[node].parents)
         return sorted(seen)
 
+    def distance(self, start: int, end: int) -> int:
+        """The fewest operations from `start`, which dominates `end`, to `end`."""
+        steps = {start: 0}
+        for node in self.between(start, end):
+            steps[node] = 1 + min(steps[parent] for parent in self.nodes[node].parents)
+        return steps[end]
+
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
     """The path of every module, without the prefixes that compilation adds; the model itself goes by its class."""
-    names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
+    paths = {module: name.split(".") for name, module in model.named_modules()}
+    names = {module: ".".join(part for part in path if part != "_orig_mod") for module, path in paths.items()}
     return names | {model: type(model).__name__}
 
 
@@ -151,12 +163,15 @@ class Clock(TorchFunctionMode):
         self.names = names_of(model)
         self.stack: list[_Frame] = []
         self.calls = 0
+        self._handing_over = False
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._handing_over:  # an operation of `on_module`, not of the model
+            return result
         if func is Tensor.__setitem__:
             changed: Any = args[0]
         elif isinstance(result, Tensor | tuple | list):
@@ -196,7 +211,11 @@ class Clock(TorchFunctionMode):
             return
         frame = self.stack.pop()
         if tensors := tensors_of(output):
-            self.on_module(Event(frame.call, "", 0), frame.name, args, tensors)
+            self._handing_over = True
+            try:
+                self.on_module(Event(frame.call, "", 0), frame.name, args, tensors)
+            finally:
+                self._handing_over = False
 
     def on_operation(
         self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
@@ -216,7 +235,9 @@ class Tracer(Clock):
         super().__init__(model)
         self.trace = Trace([Node(Event(0, "", 0), "other", "", tuple(inputs[0].shape), (), -1, 0)])
         # Weak keys: the trace never keeps an activation alive, and a freed one's identity is never reused.
-        self._node: WeakIdKeyDictionary = WeakIdKeyDictionary({tensor: 0 for tensor in inputs})
+        # `None` marks what is known not to depend on the images.
+        constants = dict.fromkeys([*model.parameters(), *model.buffers()])
+        self._node: WeakIdKeyDictionary = WeakIdKeyDictionary(constants | {tensor: 0 for tensor in inputs})
 
     def node_of(self, tensor: Tensor) -> int | None:
         """The node of a tensor; `None` if it does not depend on the images."""
@@ -228,6 +249,8 @@ class Tracer(Clock):
         """Record what one operation made from what."""
         parents = self._nodes_of([*tensors_of(list(args)), *tensors_of(kwargs)])
         if not parents:
+            for tensor in tensors:
+                self._node.setdefault(tensor, None)
             return
         op: Op = self._classify(func, args, kwargs)
         source = recognise(func, args, kwargs)
@@ -246,18 +269,17 @@ class Tracer(Clock):
             operands,
             source,
         )
+        node.channels_last = self._find_channels(func, node)
         self._record(node, tensors)
-        if func in CHANNELS_FIRST or func in CHANNELS_LAST:
-            self.trace.channels_last.setdefault(node.shape, func in CHANNELS_LAST)
 
     def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> None:
         """Record a module's return, and bridge operations that no mode sees (scripted activations, say)."""
-        self.trace.modules.append(ModuleCall(event, name, tuple(tensors[0].shape)))
-        unseen = [tensor for tensor in tensors if self.node_of(tensor) is None]
+        unseen = [tensor for tensor in tensors if tensor not in self._node]
         parents = self._nodes_of(tensors_of(args))
         if unseen and parents:
             shape = tuple(unseen[0].shape)
             self._record(Node(event, "other", name, shape, tuple(parents), *self._dominate(parents)), unseen)
+        self.trace.modules.append(ModuleCall(event, name, tuple(tensors[0].shape), self.node_of(tensors[0])))
 
     def _nodes_of(self, tensors: list[Tensor]) -> list[int]:
         return [node for tensor in tensors if (node := self.node_of(tensor)) is not None]
@@ -277,6 +299,19 @@ class Tracer(Clock):
                 common = nodes[common].dominator
         return common, nodes[common].height + 1
 
+    def _find_channels(self, func: Callable, node: Node) -> bool | None:
+        """Whether channels are last: some operations tell, of what they take and give; most others pass it on."""
+        parents = [self.trace.nodes[parent] for parent in node.parents]
+        if func in CHANNELS_FIRST or func in CHANNELS_LAST:
+            if parents[0].channels_last is None:
+                parents[0].channels_last = func in CHANNELS_LAST
+            return func in CHANNELS_LAST
+        known = [parent for parent in parents if parent.channels_last is not None]
+        if func in PERMUTE:
+            return not known[0].channels_last if known else None
+        same = [parent.channels_last for parent in known if parent.shape == node.shape and func not in RESHAPE]
+        return same[0] if same else None
+
     def _operands(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, ...]:
         pair = tensors_of([*args[:2], kwargs.get("other")])
         if len(pair) != 2 or pair[0].shape != pair[1].shape:
@@ -292,6 +327,7 @@ class Tracer(Clock):
             return "linear" if all(side == 1 for side in weight.shape[2:]) else "conv"
         if func in POOL:
             return "pool"
-        if func in PRODUCT and any(self.node_of(tensor) is None for tensor in tensors_of(list(args))):
-            return "linear"
+        if func in PRODUCT:  # by a weight, or by another activation
+            constant = any(self.node_of(tensor) is None for tensor in tensors_of([*args, kwargs]))
+            return "linear" if constant else "attention"
         return "other"

@@ -16,6 +16,7 @@ SHADES: Mapping[str, dict[str, Any]] = {
     "msa": {"facecolor": "#D9D9D9"},
     "conv": {"facecolor": "#FBE6C8"},
     "mlp": {"facecolor": "white"},
+    "module": {"facecolor": "white"},
     "subsample": {"facecolor": "white", "hatch": "/////", "edgecolor": "#B0B0B0"},
 }
 KIND_NAMES = {"msa": "self-attention", "conv": "convolution", "mlp": "MLP", "subsample": "subsampling"}

@@ -122,7 +122,8 @@ def probe(
         model: any eager PyTorch vision model, also compiled or wrapped in DataParallel or DDP.
         batches: tensors of images, tuples that start with one, or mappings of keyword arguments.
         probes: the measurements, e.g. `[Fourier(), FeatureVariance(), Nonlocality()]`.
-        layers: `"auto"` finds the residual units; glob patterns of module paths measure those modules' outputs.
+        layers: `"auto"` finds the residual units; glob patterns of module paths measure those modules' outputs (`*`
+            stays between two dots: `blocks.*` is the blocks and not what is in them). Attention maps are all taken.
         prefix: number of class, distillation and register tokens, where the inference (recorded in the dataset's
             coordinates) is wrong.
         forward: `forward(model, batch)` for models that are called in another way.
@@ -150,11 +151,15 @@ def _run(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     progress: bool = True,
 ) -> dict[str, xr.Dataset]:
+    if isinstance(probes, FeatureProbe):
+        raise TypeError(f"probes are a list: write [{type(probes).__name__}(...)].")
     if not probes:
         raise ValueError("no probes were given: pass a list such as [Fourier(), FeatureVariance()].")
     for one in probes:
         if not isinstance(one, FeatureProbe):
             raise TypeError(f"a probe is a FeatureProbe such as Fourier(), not {one!r}; note the brackets.")
+    if len(names := [one.name for one in probes]) > len(set(names)):
+        raise ValueError(f"two probes of one name in {names}: datasets go by it; measure them one after the other.")
     bare = unwrap(model)
     forward = forward or default_forward
     found: Plan | None = None
@@ -234,17 +239,12 @@ def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe]) -> Wat
 
 def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, device: str) -> xr.Dataset:
     places = _places(one, found)
-    kinds = {unit.index: unit.kind for unit in found.units}
     grids = [place.layout.grid if isinstance(place, Unit) else place.grid for place in places]
     prefixes = [place.layout.prefix if isinstance(place, Unit) else place.prefix for place in places]
-    kind = [
-        place.kind if isinstance(place, Unit) else "msa" if place.unit is None else kinds[place.unit]
-        for place in places
-    ]
     coords: dict[str, tuple[str, Any, dict[str, str]]] = {
         "layer": ("layer", np.arange(len(places)), {"long_name": "place in the order of the forward pass"}),
         "layer_name": ("layer", [place.name for place in places], {"long_name": "path of the module"}),
-        "kind": ("layer", kind, {"long_name": "what ran since the unit before"}),
+        "kind": ("layer", [place.kind for place in places], {"long_name": "what ran since the unit before"}),
         "depth": (
             "layer",
             [place.depth for place in places],

@@ -54,17 +54,14 @@ class Nonlocality(FeatureProbe):
     def update(self, where: AttentionSite, what: Tensor) -> None:
         """Add the maps `(image, window, head, query, key)` of one site for a chunk of images."""
         first = where.prefix
-        maps = what[..., first:, first:]
-        maps = maps if maps.dtype == torch.float64 else maps.float()
+        half = what.dtype in (torch.float16, torch.bfloat16)
+        what = what.float() if half else what
+        maps, prefix = what[..., first:, first:], what[..., first:, :first]
         distance = torch.einsum("iwhqk,qk->iwhq", maps, distances(where.grid, device=maps.device).to(maps.dtype))
-        if first:
-            mass = maps.sum(-1)
-            distance = distance / mass
-            prefix = (1 - mass).mean((1, 3))
-        else:
-            prefix = distance.new_zeros(len(distance), where.heads)
+        if first or half:  # rounded rows of half precision do not sum to one
+            distance = distance / maps.sum(-1)
         self._distance.setdefault(where.name, RunningMean()).add(distance.mean((1, 3)))
-        self._prefix.setdefault(where.name, RunningMean()).add(prefix)
+        self._prefix.setdefault(where.name, RunningMean()).add(prefix.sum(-1).mean((1, 3)))
 
     def dataset(self, places: Sequence[AttentionSite]) -> xr.Dataset:
         """The statistics along `layer` and `head`; NaN where a layer has fewer heads."""
@@ -119,6 +116,6 @@ def nonlocality(model: nn.Module, batches: Iterable[Any], **options: Any) -> xr.
         **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
 
     Returns:
-        `nonlocality`, `prefix_mass` (layer, head), `uniform_nonlocality` (layer), with standard errors over images.
+        `nonlocality` with its standard error over images, `prefix_mass` (layer, head), `uniform_nonlocality` (layer).
     """
     return Nonlocality().run(model, batches, **options)
