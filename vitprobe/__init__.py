@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Nonlocality,
         feature_variance,
         fourier,
+        hessian_eigenvalues,
         nonlocality,
         probe,
     )
@@ -35,6 +36,7 @@ _ROOMS = {
         "Nonlocality",
         "feature_variance",
         "fourier",
+        "hessian_eigenvalues",
         "nonlocality",
         "probe",
     ),
@@ -58,6 +60,7 @@ __all__ = [
     "feature_variance",
     "fit",
     "fourier",
+    "hessian_eigenvalues",
     "list_models",
     "load",
     "load_data",

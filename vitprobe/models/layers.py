@@ -128,7 +128,9 @@ def sincos_positions(grid: tuple[int, int], dim: int) -> Tensor:
 
 
 def init_transformer_(module: nn.Module) -> None:
-    """Glorot's uniform weights and zero biases in every linear layer (the original ViT's initialisation).
+    """Glorot's uniform weights and zero biases in every linear layer, as the original ViT's code has it.
+
+    Query and key are one layer here and share its width, which is the square root of 2/3 of what each would have alone.
 
     DeiT's truncated normal of standard deviation 0.02 is as wide as this at 768 channels, and so narrow at 100 that
     small networks take epochs to leave it.

@@ -2,6 +2,7 @@
 
 from vitprobe.probes.base import FeatureProbe, RunningMean, along_layer, probe
 from vitprobe.probes.fourier import Fourier, fourier
+from vitprobe.probes.hessian import hessian_eigenvalues
 from vitprobe.probes.nonlocality import Nonlocality, nonlocality
 from vitprobe.probes.variance import FeatureVariance, feature_variance
 
@@ -20,6 +21,7 @@ __all__ = [
     "along_layer",
     "feature_variance",
     "fourier",
+    "hessian_eigenvalues",
     "nonlocality",
     "probe",
 ]

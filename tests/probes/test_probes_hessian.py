@@ -1,0 +1,150 @@
+"""Hessian eigenvalues of models, against dense truth and against PyHessian."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import vitprobe as vp
+from vitprobe.results import check
+
+
+def tiny(seed: int = 0) -> nn.Module:
+    options = dict(patch_size=4, dim=8, depth=1, heads=2, mlp_ratio=1.0)
+    return vp.create_model("vit", image_size=8, channels=1, num_classes=3, seed=seed, **options)
+
+
+def batches(count: int = 2, images: int = 6):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(images, 1, 8, 8, generator=generator), torch.randint(3, (images,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def truth(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> np.ndarray:
+    """All eigenvalues by a dense Hessian in float64, largest magnitude first."""
+    model = model.double().eval()
+    named = dict(model.named_parameters())
+    sizes = [p.numel() for p in named.values()]
+
+    def value(flat):
+        parts = [part.view_as(p) for part, p in zip(flat.split(sizes), named.values(), strict=True)]
+        return F.cross_entropy(
+            torch.func.functional_call(model, dict(zip(named, parts, strict=True)), (x.double(),)), y
+        )
+
+    flat = torch.cat([p.detach().reshape(-1) for p in named.values()])
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        values = torch.linalg.eigvalsh(torch.func.jacrev(torch.func.grad(value), chunk_size=64)(flat)).numpy()
+    return values[np.argsort(-np.abs(values))]
+
+
+def test_each_batch_and_all_together():
+    data = batches()
+    ds = vp.hessian_eigenvalues(tiny(), data, dtype=torch.float64, tol=1e-8)
+    for row, (x, y) in zip(ds.eigenvalue.values, data, strict=True):
+        np.testing.assert_allclose(row, truth(tiny(), x, y)[:5], rtol=1e-8)
+    both = vp.hessian_eigenvalues(tiny(), data, per="dataset", dtype=torch.float64, tol=1e-8)
+    x, y = (torch.cat(part) for part in zip(*data, strict=True))
+    np.testing.assert_allclose(both.eigenvalue.values[0], truth(tiny(), x, y)[:5], rtol=1e-8)
+    assert both.images.values.tolist() == [12]
+
+
+def test_single_precision_is_within_its_residual():
+    (x, y) = batches(1)[0]
+    ds = vp.hessian_eigenvalues(tiny(), [(x, y)])
+    assert ds.converged.values.all()
+    error = np.abs(ds.eigenvalue.values[0] - truth(tiny(), x, y)[:5])
+    assert (error <= ds.residual.values[0] + 1e-5 * np.abs(ds.eigenvalue.values[0])).all()
+    assert (ds.residual <= 1e-3 * abs(ds.eigenvalue)).all()
+
+
+def test_weight_decay_shifts_every_eigenvalue():
+    data = batches(1)
+    plain, decayed = (
+        vp.hessian_eigenvalues(tiny(), data, which="LA", dtype=torch.float64, tol=1e-9, weight_decay=wd)
+        for wd in (0.0, 0.05)
+    )
+    np.testing.assert_allclose(decayed.eigenvalue, plain.eigenvalue + 0.05, rtol=1e-9)
+
+
+def test_power_is_pyhessian_and_its_residuals_tell():
+    (x, y) = batches(1)[0]
+    with pytest.warns(UserWarning, match="not converged"):
+        ds = vp.hessian_eigenvalues(tiny(), [(x, y)], k=2, method="power", tol=1e-7)
+    values = truth(tiny(), x, y)
+    # Whatever it returned, an eigenvalue lies within each residual.
+    for value, residual in zip(ds.eigenvalue.values[0], ds.residual.values[0], strict=True):
+        assert np.abs(values - value).min() <= residual + 1e-5
+    assert 2 < int(ds.products[0]) <= 200
+
+
+def test_untouched_repeatable_and_saved(tmp_path):
+    model, data = tiny().train(), batches()
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = vp.hessian_eigenvalues(model, data)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    torch.rand(3)
+    second = vp.hessian_eigenvalues(model, data)
+    np.testing.assert_array_equal(first.eigenvalue, second.eigenvalue)
+    check(first)
+    again = vp.load(vp.save(first, tmp_path / "h.nc"))
+    assert again.eigenvalue.to_dataframe().reset_index().columns.tolist() == ["batch", "rank", "eigenvalue"]
+    assert again.attrs["which"] == "LM" and again.attrs["per"] == "batch"
+
+
+def test_soft_targets_and_mappings():
+    x, y = batches(1)[0]
+    hard = vp.hessian_eigenvalues(tiny(), [(x, y)], dtype=torch.float64)
+    soft = vp.hessian_eigenvalues(tiny(), [(x, F.one_hot(y, 3).double())], dtype=torch.float64)
+    np.testing.assert_allclose(soft.eigenvalue, hard.eigenvalue, rtol=1e-6)
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny()
+
+        def forward(self, pixel_values):
+            return {"logits": self.inner(pixel_values)}
+
+    named = vp.hessian_eigenvalues(Named(), [{"pixel_values": x, "labels": y}], dtype=torch.float64)
+    np.testing.assert_allclose(named.eigenvalue, hard.eigenvalue, rtol=1e-6)
+
+
+def test_a_foreign_vit_with_fused_attention():
+    import timm
+
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=4
+    )
+    x, y = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
+    ds = vp.hessian_eigenvalues(model, [(x, y)], k=2)
+    assert ds.converged.values.all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"which": "LX"}, "unknown which 'LX'"),
+        ({"per": "image"}, "unknown per"),
+        ({"method": "powr"}, "Did you mean 'power'"),
+        ({"k": 0}, "at least one"),
+        ({"method": "power", "which": "LA"}, "published protocol"),
+        ({"method": "power", "per": "dataset"}, "one batch at a time"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        vp.hessian_eigenvalues(tiny(), batches(), **options)
+
+
+def test_no_labels_and_no_batches():
+    with pytest.raises(ValueError, match="a loss needs targets"):
+        vp.hessian_eigenvalues(tiny(), [batches(1)[0][0]])
+    with pytest.raises(ValueError, match="empty"):
+        vp.hessian_eigenvalues(tiny(), [])
