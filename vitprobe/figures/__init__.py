@@ -12,16 +12,32 @@ from matplotlib.figure import Figure
 
 from vitprobe.figures.feature_variance import feature_variance
 from vitprobe.figures.fourier import fourier
+from vitprobe.figures.hessian import hessian_density, hessian_eigenvalues
+from vitprobe.figures.loss_landscape import loss_landscape
 from vitprobe.figures.nonlocality import nonlocality
 from vitprobe.figures.page import pretty, save_figure, style
 from vitprobe.names import unknown
 
-__all__ = ["draw", "feature_variance", "fourier", "nonlocality", "pretty", "save_figure", "style"]
+__all__ = [
+    "draw",
+    "feature_variance",
+    "fourier",
+    "hessian_density",
+    "hessian_eigenvalues",
+    "loss_landscape",
+    "nonlocality",
+    "pretty",
+    "save_figure",
+    "style",
+]
 
 FIGURES: Mapping[str, Callable[[xr.Dataset], Figure]] = {
     "fourier": fourier,
     "feature_variance": feature_variance,
     "nonlocality": nonlocality,
+    "hessian_eigenvalues": hessian_eigenvalues,
+    "hessian_density": hessian_density,
+    "loss_landscape": loss_landscape,
 }
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from vitprobe.attach import default_forward, images_of, to_model, unwrap
-from vitprobe.attach.forward import logits_of
+from vitprobe.attach import images_of, unwrap
 from vitprobe.curvature import Eigenpairs, Loss, LossOperator, Which, eigenpairs, norm, order
 from vitprobe.names import unknown
+from vitprobe.probes.objective import keep, objective, targets_of
 from vitprobe.results import provenance
 from vitprobe.seeds import derive_seed
 
@@ -94,28 +94,18 @@ def hessian_eigenvalues(
             "method='power' is the published protocol: which='LM', all parameters, no weight_decay, the model's dtype."
         )
     bare = unwrap(model)
-    call = forward or default_forward
-
-    def logits_and_targets(one: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        return logits_of(call(one, batch)), targets_of(batch)
-
-    moved = [to_model(batch, bare) for batch in batches]
-    if not moved:
-        raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
-    if dtype is not None:
-        moved = [_cast(batch, dtype) for batch in moved]
-    problems = [[batch] for batch in moved] if per == "batch" else [moved]
+    kept = keep(batches, bare, dtype)
+    problems = [[batch] for batch in kept] if per == "batch" else [kept]
     rows: list[dict[str, Any]] = []
     for number, problem in enumerate(tqdm(problems, desc="hessian", unit=per, disable=None if progress else True)):
-        operator = LossOperator(
+        operator = objective(
             bare,
             problem,
-            forward=logits_and_targets,
-            images=lambda batch: len(images_of(batch)),
             loss=loss,
-            parameters=parameters,
             weight_decay=weight_decay,
+            parameters=parameters,
             dtype=dtype,
+            forward=forward,
         )
         gradient = operator.gradient()
         start = _start(gradient, derive_seed(seed, "lanczos", number))
@@ -165,38 +155,6 @@ def hessian_eigenvalues(
         },
         seed=seed,
     )
-
-
-def targets_of(batch: Any) -> Any:
-    """The targets of a batch: the second of a tuple, or `labels` of a mapping.
-
-    Args:
-        batch: `(images, labels, ...)` or a mapping.
-
-    Returns:
-        The targets.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    if isinstance(batch, Mapping):
-        for key in ("labels", "label"):
-            if key in batch:
-                return batch[key]
-    elif isinstance(batch, tuple | list) and len(batch) > 1:
-        return batch[1]
-    raise ValueError("a loss needs targets: give batches of (images, labels), or mappings with 'labels'.")
-
-
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors in another precision."""
-    if isinstance(batch, Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return {key: _cast(value, dtype) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [_cast(value, dtype) for value in batch]
-    return batch
 
 
 def _start(gradient: Tensor, seed: int) -> Tensor:

@@ -1,0 +1,101 @@
+"""The loss that curvature probes look at: any model, any batches, as one operator."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitprobe.attach import default_forward, images_of, to_model
+from vitprobe.attach.forward import logits_of
+from vitprobe.curvature import Loss, LossOperator
+
+
+def keep(batches: Iterable[Any], model: nn.Module, dtype: torch.dtype | None = None) -> list[Any]:
+    """The batches, drawn once and held where the model is, so that every product sees the same data.
+
+    Args:
+        batches: what the user gave.
+        model: the module, unwrapped.
+        dtype: precision of the images, if not the model's.
+
+    Returns:
+        The batches.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    kept = [to_model(batch, model) for batch in batches]
+    if not kept:
+        raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
+    return kept if dtype is None else [_cast(batch, dtype) for batch in kept]
+
+
+def objective(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    loss: Loss = F.cross_entropy,
+    weight_decay: float = 0.0,
+    parameters: str | Sequence[str] = "*",
+    dtype: torch.dtype | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> LossOperator:
+    """The mean loss of a model over kept batches, as an operator.
+
+    Args:
+        model: the module, unwrapped.
+        batches: from `keep`.
+        loss: `loss(logits, targets)`, a mean over the batch.
+        weight_decay: coefficient of `|w|^2 / 2`.
+        parameters: glob patterns of parameter names.
+        dtype: `torch.float64` computes on a copy in double precision.
+        forward: `forward(model, batch)` for models that are called in another way.
+
+    Returns:
+        The operator.
+    """
+    call = forward or default_forward
+    return LossOperator(
+        model,
+        batches,
+        forward=lambda one, batch: (logits_of(call(one, batch)), targets_of(batch)),
+        images=lambda batch: len(images_of(batch)),
+        loss=loss,
+        parameters=parameters,
+        weight_decay=weight_decay,
+        dtype=dtype,
+    )
+
+
+def targets_of(batch: Any) -> Any:
+    """The targets of a batch: the second of a tuple, or `labels` of a mapping.
+
+    Args:
+        batch: `(images, labels, ...)` or a mapping.
+
+    Returns:
+        The targets.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    if isinstance(batch, Mapping):
+        for key in ("labels", "label"):
+            if key in batch:
+                return batch[key]
+    elif isinstance(batch, tuple | list) and len(batch) > 1:
+        return batch[1]
+    raise ValueError("a loss needs targets: give batches of (images, labels), or mappings with 'labels'.")
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in another precision."""
+    if isinstance(batch, Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {key: _cast(value, dtype) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [_cast(value, dtype) for value in batch]
+    return batch
