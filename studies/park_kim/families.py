@@ -63,8 +63,8 @@ SCALES: dict[str, tuple[Sequence[str], DataSpec, int, dict[str, Any]]] = {
 def grid(settings: Settings) -> list[Run]:
     """All families at a scale, seed by seed, so that a study that is stopped early has whole seeds."""
     models, data, seeds, recipe = SCALES[settings.scale]
-    if settings.data is not None:
-        data = DataSpec(spec=settings.data)
+    if settings.data not in (None, data.spec):
+        data = DataSpec(spec=settings.data)  # other data in full, unless sizes are asked for
     chosen = DataSpec(
         spec=data.spec,
         root=str(settings.data_root) if settings.data_root else None,
