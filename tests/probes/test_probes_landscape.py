@@ -51,7 +51,8 @@ def test_paper_matches_the_first_axis_and_so_not_the_filters():
 
 def test_layer_matches_every_tensor_and_none_is_gaussian():
     for name, weight in net().named_parameters():
-        assert float(direction("layer")[name].norm()) == pytest.approx(float(weight.detach().norm()), rel=1e-5, abs=1e-12)
+        length = float(weight.detach().norm())
+        assert float(direction("layer")[name].norm()) == pytest.approx(length, rel=1e-5, abs=1e-12)
     draws = torch.cat([d.flatten() for d in direction("none").values() if d.ndim > 1])
     assert float(draws.std()) == pytest.approx(1.0, abs=0.1)
 
