@@ -8,8 +8,8 @@ Command    vitprobe run park_kim/variance                    digits; shares its 
 Rule       Set before the cpu scale was measured. Of each seed the median step over the units of a kind; supported if
            the 95 % t interval over seeds lies wholly on the claimed side of zero for attention and MLPs of the ViT
            and for the convolutions of the ResNet, contradicted if one lies wholly on the other side. A network that
-           did not learn its task (45 % of ten classes) is no evidence. The same rule is applied to the variance over the
-           mean square, because the raw one follows the growing scale of the residual stream.
+           did not learn its task (45 % of ten classes) is no evidence. The same rule is applied to the variance over
+           the mean square, because the raw one follows the growing scale of the residual stream.
 """
 
 import sys
@@ -32,7 +32,7 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
 
 
 def verdicts(ds: xr.Dataset) -> list[Verdict]:
-    """E16 from the steps of the variance, as published; and of the normalised variance, which the stream's scale leaves."""
+    """E16 from the steps of the variance, as published, and of the variance over the mean square."""
     normalised = replace(
         CLAIMS["E16"],
         id="E16 normalised",

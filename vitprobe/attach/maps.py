@@ -73,9 +73,9 @@ def _recognise_einsum(equation: str, operands: list[Tensor]) -> MapSource | None
     if len(letters) != 2 or len(operands) != 2 or not output:
         return None
     # An ellipsis stands for the axes without a letter; digits cannot clash with letters.
-    rest = [operand.ndim - len(mine.replace("...", "")) for mine, operand in zip(letters, operands, strict=True)]
-    letters = [mine.replace("...", "0123456789"[-n:] if n else "") for mine, n in zip(letters, rest, strict=True)]
-    output = output.replace("...", "0123456789"[-max(rest) :] if max(rest) else "")
+    dots = [x.ndim - len(mine.replace("...", "")) for mine, x in zip(letters, operands, strict=True)]
+    letters = [mine.replace("...", "0123456789"[10 - n :]) for mine, n in zip(letters, dots, strict=True)]
+    output = output.replace("...", "0123456789"[10 - max(dots) :])
     for i, (mine, other) in enumerate((letters, letters[::-1])):
         keys = [a for a in mine if a in other and a not in output]
         queries = [a for a in mine if a not in other and a in output]
@@ -216,7 +216,7 @@ def _mha_weights(call: dict[str, Any], part: slice) -> Tensor:
     if mask is not None and mask.ndim == 3:
         heads = call["num_heads"]
         call["attn_mask"] = mask[part.start * heads : part.stop * heads]
-    call |= {"need_weights": True, "average_attn_weights": False, "is_causal": False, "training": False}
+    call |= {"need_weights": True, "average_attn_weights": False, "training": False}
     weights = F.multi_head_attention_forward(**call)[1]
     assert weights is not None
     return weights

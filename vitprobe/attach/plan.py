@@ -246,12 +246,10 @@ class _Finder:
             sites.append(AttentionSite(name, kind, depth, *place, node.event, node.source))
         for found in units:
             if found.unit.kind == "msa" and all(self.trace.nodes[n].source is None for n in found.nodes):
-                self.skipped.append(f"{found.unit.name}: activations multiply each other, but not by maps of shares")
+                self.skipped.append(f"{found.unit.name}: activations multiply each other, but no map's rows sum to one")
         return sites
 
-    def _place(
-        self, shape: tuple[int, ...], around: Layout | None
-    ) -> tuple[int, tuple[int, int], int, int] | str:
+    def _place(self, shape: tuple[int, ...], around: Layout | None) -> tuple[int, tuple[int, int], int, int] | str:
         """Heads, grid, prefix tokens and windows of maps `(..., query, key)`, or why they are none between patches."""
         queries, keys = shape[-2:]
         if queries != keys:

@@ -136,8 +136,8 @@ class Trace:
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
-    """The path of every module, without the prefixes that compilation adds; the model itself goes by its class."""
-    paths = {module: name.split(".") for name, module in model.named_modules()}
+    """The path of every module as if none were compiled; the model itself goes by its class."""
+    paths = {module: name.split(".") for name, module in model.named_modules() if "_orig_mod" not in module._modules}
     names = {module: ".".join(part for part in path if part != "_orig_mod") for module, path in paths.items()}
     return names | {model: type(model).__name__}
 

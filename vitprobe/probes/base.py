@@ -120,7 +120,8 @@ def probe(
 
     Args:
         model: any eager PyTorch vision model, also compiled or wrapped in DataParallel or DDP.
-        batches: tensors of images, tuples that start with one, or mappings of keyword arguments.
+        batches: an iterable of tensors of images, of tuples that start with one, or of mappings of keyword arguments;
+            or a single such batch.
         probes: the measurements, e.g. `[Fourier(), FeatureVariance(), Nonlocality()]`.
         layers: `"auto"` finds the residual units; glob patterns of module paths measure those modules' outputs (`*`
             stays between two dots: `blocks.*` is the blocks and not what is in them). Attention maps are all taken.
@@ -190,10 +191,13 @@ def _run(
 
 
 def _iterate(batches: Iterable[Any]) -> Iterable[Any]:
+    """The batches, or the one batch that was given without a list around it."""
     if isinstance(batches, Tensor | Mapping):
         return [batches]
-    if isinstance(batches, tuple) and batches and isinstance(batches[0], Tensor) and batches[0].ndim == 4:
-        return [batches]
+    if isinstance(batches, tuple) and batches and isinstance(batches[0], Tensor):
+        shape = batches[0].shape[1:]
+        several = all(isinstance(item, Tensor) and item.shape[1:] == shape for item in batches)  # images.split(64)
+        return batches if several else [batches]
     return batches
 
 

@@ -1,0 +1,183 @@
+"""The half-diagonal of the spectrum, against NumPy's transform and the published pipeline."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from vitprobe.models import create_model
+from vitprobe.probes import Fourier, fourier
+from vitprobe.probes.fourier import frequencies, half_diagonal
+
+
+class Shown(nn.Module):
+    """A model whose only activation of interest, `map`, is its input: for data of the test's choice."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Identity()
+        self.head = nn.LazyLinear(2)
+
+    def forward(self, x):
+        return self.head(self.map(x).mean((2, 3)))
+
+
+def measure(x, **options):
+    """`fourier` of maps `(image, channel, row, column)` themselves, in batches of three."""
+    model = Shown().to(x.dtype)
+    model(x)
+    return fourier(model, x.split(3), layers="map", progress=False, **options).isel(layer=0)
+
+
+@settings(deadline=None)
+@given(
+    common=st.integers(2, 9),
+    rows=st.integers(1, 3),
+    columns=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 999),
+)
+def test_half_diagonal_is_part_of_the_full_transform(common, rows, columns, dtype, seed):
+    height, width = common * rows, common * columns
+    x = torch.randn(2, height, width, 3, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    amplitude = half_diagonal(x).numpy()
+    full = np.abs(np.fft.fft2(x.double().numpy(), axes=(1, 2)))
+    common = math.gcd(height, width)
+    count = common // 2 + 1
+    expected = full[:, np.arange(count) * height // common, np.arange(count) * width // common]
+    np.testing.assert_allclose(amplitude, expected, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-10)
+    true = 2 * np.arange(count) * (height // common) / height  # in pi radians per patch
+    np.testing.assert_allclose(frequencies((height, width)), true)
+
+
+@pytest.mark.parametrize("grid", [(4, 9), (7, 1), (1, 1)])
+def test_sides_without_common_divisor_are_refused(grid):
+    for call in (lambda: half_diagonal(torch.zeros(1, *grid, 1)), lambda: frequencies(grid)):
+        with pytest.raises(ValueError, match=f"{grid[0]}x{grid[1]} has no diagonal frequency but zero"):
+            call()
+
+
+def test_grids_without_diagonal_are_nan_or_an_error():
+    with pytest.raises(ValueError, match=r"no unit's grid has a diagonal .* the grids are \[\(2, 3\)\]"):
+        fourier(create_model("vit", image_size=(8, 12), dim=12, depth=1), torch.randn(2, 3, 8, 12), progress=False)
+
+
+@pytest.mark.parametrize("side", [7, 8, 12])
+def test_diagonal_wave_has_all_its_amplitude_at_its_frequency(side):
+    y, x = np.mgrid[:side, :side]
+    for k in range(1, side // 2 + 1):
+        wave = torch.tensor(np.cos(2 * np.pi * k * (x + y) / side + 0.3))
+        amplitude = half_diagonal(wave[None, :, :, None])[0, :, 0].numpy()
+        nyquist = 2 * k == side
+        expected = np.zeros(side // 2 + 1)
+        expected[k] = side**2 * (abs(np.cos(0.3)) if nyquist else 0.5)
+        np.testing.assert_allclose(amplitude, expected, atol=1e-9)
+        assert frequencies((side, side))[k] == pytest.approx(2 * k / side)
+
+
+def test_wave_along_one_axis_is_not_on_the_diagonal():
+    wave = torch.cos(2 * math.pi * torch.arange(8.0) / 8).expand(8, 8)
+    assert half_diagonal(wave[None, :, :, None]).abs().max() < 1e-4
+
+
+def test_frequencies_reach_pi_where_the_grid_has_it():
+    np.testing.assert_allclose(frequencies((8, 8)), [0, 0.25, 0.5, 0.75, 1])
+    np.testing.assert_allclose(frequencies((7, 7)), [0, 2 / 7, 4 / 7, 6 / 7])
+    np.testing.assert_allclose(frequencies((14, 7)), [0, 2 / 7, 4 / 7, 6 / 7])
+    np.testing.assert_allclose(frequencies((2, 2)), [0, 1])
+    # The published axis ends at "pi" whatever the map, and has no pi of even maps.
+    np.testing.assert_allclose(frequencies((8, 8), definition="paper"), [0, 1 / 3, 2 / 3, 1])
+    np.testing.assert_allclose(frequencies((7, 7), definition="paper"), [0, 1 / 3, 2 / 3, 1])
+    np.testing.assert_allclose(frequencies((2, 2), definition="paper"), [0])
+
+
+def published(tokens, *, prefix=0):
+    """Park & Kim's pipeline as their notebook computes it, for `(image, token, channel)`: axis, log amplitudes."""
+    side = math.isqrt(tokens.shape[1] - prefix)
+    maps = tokens[:, prefix:].reshape(len(tokens), side, side, -1)
+    spectrum = np.log(np.abs(np.fft.fft2(maps, axes=(1, 2))) + 1e-6)
+    spectrum = np.roll(spectrum, (side // 2, side // 2), axis=(1, 2))
+    diagonal = np.diagonal(spectrum.mean((0, 3)))
+    half = diagonal[side // 2 :]
+    return np.linspace(0, 1, len(half)), half
+
+
+@pytest.mark.parametrize(("image_size", "side"), [(8, 4), (14, 7), (12, 6)])
+def test_paper_definition_is_the_published_pipeline(image_size, side):
+    model = create_model("vit", image_size=image_size, patch_size=2, dim=12, depth=2, seed=0).double().eval()
+    x = torch.randn(5, 3, image_size, image_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens = {}
+    handles = [
+        block.register_forward_hook(lambda module, args, output, i=i: tokens.update({i: output.detach().numpy()}))
+        for i, block in enumerate(model.blocks)
+    ]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    paper = fourier(model, x.split(2), definition="paper", progress=False)
+    corrected = fourier(model, x.split(2), progress=False)
+    assert paper.definition == "paper" and corrected.definition == "corrected"
+    for i, layer in ((0, 2), (1, 4)):
+        axis, logs = published(tokens[i], prefix=1)
+        found = paper.isel(layer=layer)
+        np.testing.assert_allclose(found.frequency, axis)
+        np.testing.assert_allclose(found.log_amplitude, logs, rtol=1e-9)
+        np.testing.assert_allclose(found.relative_log_amplitude, logs - logs[0], rtol=1e-9, atol=1e-9)
+        assert float(found.high_frequency_amplitude) == pytest.approx(logs[-1] - logs[0])
+        # The corrected definition has the same samples at their true frequencies, and the row at -pi as well.
+        found = corrected.isel(layer=layer)
+        np.testing.assert_allclose(found.log_amplitude[: len(logs)], logs, rtol=1e-9)
+        np.testing.assert_allclose(found.frequency[: len(logs)], 2 * np.arange(len(logs)) / side)
+        assert len(found.frequency) == len(logs) + (side % 2 == 0)
+        assert float(found.highest_frequency) == pytest.approx(1 if side % 2 == 0 else 1 - 1 / side)
+
+
+def test_paper_definition_knows_square_maps_only():
+    model = create_model("vit", image_size=(16, 8), dim=12, depth=1)
+    with pytest.raises(ValueError, match=r"knows square maps only, not 4x2: use 'corrected'"):
+        fourier(model, torch.randn(2, 3, 16, 8), definition="paper", progress=False)
+    assert fourier(model, torch.randn(2, 3, 16, 8), progress=False).sizes == {"layer": 3, "frequency": 2}
+
+
+def test_unknown_definition_is_answered_with_the_known():
+    with pytest.raises(ValueError, match=r"unknown definition 'papers'\. Did you mean 'paper'"):
+        Fourier("papers")
+
+
+def test_mean_and_standard_error_over_images():
+    x = torch.randn(8, 5, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found = measure(x)
+    full = np.log(np.abs(np.fft.fft2(x.numpy())) + 1e-6)
+    diagonal = np.stack([full[:, :, k, k] for k in range(4)], axis=1)  # (image, frequency, channel)
+    logs = diagonal.mean(-1)
+    relative = logs - logs[:, :1]
+    np.testing.assert_allclose(found.log_amplitude, logs.mean(0), rtol=1e-9)
+    np.testing.assert_allclose(found.log_amplitude_se, logs.std(0, ddof=1) / np.sqrt(8), rtol=1e-9)
+    np.testing.assert_allclose(found.relative_log_amplitude, relative.mean(0), rtol=1e-9, atol=1e-12)
+    expected = relative.std(0, ddof=1) / np.sqrt(8)
+    np.testing.assert_allclose(found.relative_log_amplitude_se, expected, rtol=1e-9, atol=1e-12)
+    assert float(found.high_frequency_amplitude) == pytest.approx(relative[:, -1].mean())
+    assert float(found.high_frequency_amplitude_se) == pytest.approx(expected[-1])
+
+
+def test_geometric_mean_of_channels_and_images():
+    # Amplitudes of one channel four times those of the other: their geometric mean is twice the smaller.
+    wave = torch.tensor(np.cos(2 * np.pi * np.add.outer(np.arange(8), np.arange(8)) / 8))
+    found = measure(torch.stack([wave, 4 * wave]).expand(2, 2, 8, 8))
+    assert float(found.log_amplitude.sel(frequency=0.25)) == pytest.approx(np.log(32 * 2), abs=1e-6)
+
+
+def test_grids_of_several_sizes_share_one_axis():
+    found = fourier(create_model("resnet_nano", image_size=12, seed=0), torch.randn(2, 3, 12, 12), progress=False)
+    assert found.grid_h.values.tolist() == [12] * 4 + [6] * 3
+    np.testing.assert_allclose(found.frequency, np.arange(7) / 6)
+    missing = found.log_amplitude.isnull().values
+    assert not missing[:4].any()
+    assert (missing[4:] == [False, True] * 3 + [False]).all()
+    assert not found.high_frequency_amplitude.isnull().any()
+    rows = found.log_amplitude.to_dataframe().dropna().reset_index()
+    assert len(rows) == 4 * 7 + 3 * 4
