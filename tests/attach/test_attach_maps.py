@@ -9,7 +9,8 @@ from handwritten import TinyMHA, TinyViT
 from torch import nn
 
 import vitprobe.attach.watch as watch_module
-from vitprobe.attach import Watch, plan, untouched
+from vitprobe.attach import Watch, plan
+from vitprobe.calling import untouched
 from vitprobe.models import create_model
 
 HEADS, TOKENS = 3, 16

@@ -19,7 +19,8 @@ from handwritten import (
 )
 from torch import nn
 
-from vitprobe.attach import Watch, plan, untouched
+from vitprobe.attach import Watch, plan
+from vitprobe.calling import untouched
 from vitprobe.models import create_model
 
 

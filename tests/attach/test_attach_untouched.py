@@ -8,9 +8,9 @@ import torch
 from handwritten import PostNormEncoder, TinyViT
 from torch import nn
 
-from vitprobe.attach import Watch, default_forward, images_of, plan, to_model, untouched, unwrap
-from vitprobe.attach.forward import first_images, logits_of
+from vitprobe.attach import Watch, plan
 from vitprobe.attach.trace import names_of
+from vitprobe.calling import default_forward, first_images, images_of, logits_of, to_model, untouched, unwrap
 from vitprobe.models import create_model
 
 GLOBAL_HOOKS = [name for name in vars(torch.nn.modules.module) if name.startswith("_global_")]

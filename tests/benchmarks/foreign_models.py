@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vitprobe.attach import plan, untouched
+from vitprobe.attach import plan
+from vitprobe.calling import untouched
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- foreign models: begin -->", "<!-- foreign models: end -->"

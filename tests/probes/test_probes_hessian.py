@@ -148,3 +148,9 @@ def test_no_labels_and_no_batches():
         vp.hessian_eigenvalues(tiny(), [batches(1)[0][0]])
     with pytest.raises(ValueError, match="empty"):
         vp.hessian_eigenvalues(tiny(), [])
+
+
+def test_one_batch_without_a_list_around_it():
+    (x, y) = batches(1)[0]
+    alone, listed = vp.hessian_eigenvalues(tiny(), (x, y)), vp.hessian_eigenvalues(tiny(), [(x, y)])
+    np.testing.assert_array_equal(alone.eigenvalue, listed.eigenvalue)

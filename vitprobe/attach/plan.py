@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from vitprobe.attach.forward import default_forward, first_images, images_of, logits_of, tensors_of, to_model
 from vitprobe.attach.layout import Layout, infer_layout
 from vitprobe.attach.maps import MapSource
 from vitprobe.attach.trace import Event, Node, Trace, Tracer
+from vitprobe.calling import default_forward, first_images, images_of, logits_of, tensors_of, to_model
 
 Kind = Literal["stem", "msa", "conv", "mlp", "subsample", "module"]
 

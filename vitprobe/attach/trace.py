@@ -19,8 +19,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from vitprobe.attach.forward import tensors_of
 from vitprobe.attach.maps import MapSource, recognise
+from vitprobe.calling import tensors_of
 
 Op = Literal["add", "attention", "conv", "linear", "pool", "other"]
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitprobe.calling import evaluation_mode
+
 Loss = Callable[[Tensor, Any], Tensor]
 Product = Literal["hessian", "gauss_newton"]
 
@@ -194,22 +196,19 @@ class LossOperator:
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """Evaluation mode, the math kernel, no autocast, other parameters frozen; all restored on any exit."""
-        modes = {module: module.training for module in self.model.modules()}
         flags = {p: p.requires_grad for p in self.model.parameters()}
         try:
-            self.model.eval()
             for p in flags:
                 p.requires_grad_(False)
             for p in self.parameters:
                 p.requires_grad_(True)
             with (
+                evaluation_mode(self.model),
                 torch.enable_grad(),
                 sdpa_kernel(SDPBackend.MATH),
                 torch.autocast(self.device.type, enabled=False),
             ):
                 yield
         finally:
-            for module, mode in modes.items():
-                module.training = mode
             for p, flag in flags.items():
                 p.requires_grad_(flag)

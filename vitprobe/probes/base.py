@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -11,19 +11,8 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vitprobe.attach import (
-    Activation,
-    AttentionSite,
-    Plan,
-    Unit,
-    Watch,
-    default_forward,
-    images_of,
-    plan,
-    to_model,
-    untouched,
-    unwrap,
-)
+from vitprobe.attach import Activation, AttentionSite, Plan, Unit, Watch, plan
+from vitprobe.calling import as_batches, default_forward, images_of, to_model, untouched, unwrap
 from vitprobe.results import provenance
 
 
@@ -170,7 +159,7 @@ def _run(
     for one in probes:
         one.start()
     with untouched(bare):
-        for batch in tqdm(_iterate(batches), desc="probe", unit="batch", disable=None if progress else True):
+        for batch in tqdm(as_batches(batches), desc="probe", unit="batch", disable=None if progress else True):
             batch = to_model(batch, bare)
             size, *here = images_of(batch).shape
             if found is None or watch is None:
@@ -188,17 +177,6 @@ def _run(
         raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
     device = next((str(p.device) for p in bare.parameters()), "cpu")
     return {one.name: _dataset(one, found, bare, images, device) for one in probes}
-
-
-def _iterate(batches: Iterable[Any]) -> Iterable[Any]:
-    """The batches, or the one batch that was given without a list around it."""
-    if isinstance(batches, Tensor | Mapping):
-        return [batches]
-    if isinstance(batches, tuple) and batches and isinstance(batches[0], Tensor):
-        shape = batches[0].shape[1:]
-        several = all(isinstance(item, Tensor) and item.shape[1:] == shape for item in batches)  # images.split(64)
-        return batches if several else [batches]
-    return batches
 
 
 def _places(one: FeatureProbe, found: Plan) -> Sequence[Unit] | Sequence[AttentionSite]:

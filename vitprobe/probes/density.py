@@ -10,7 +10,7 @@ import xarray as xr
 from torch import nn
 from tqdm import tqdm
 
-from vitprobe.attach import unwrap
+from vitprobe.calling import unwrap
 from vitprobe.curvature import Lanczos, Loss
 from vitprobe.probes.objective import keep, objective
 from vitprobe.results import provenance

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from vitprobe.attach import images_of, unwrap
+from vitprobe.calling import images_of, unwrap
 from vitprobe.curvature import Eigenpairs, Loss, LossOperator, Which, eigenpairs, norm, order
 from vitprobe.names import unknown
 from vitprobe.probes.objective import keep, objective, targets_of

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
-from vitprobe.attach import default_forward, images_of, untouched, unwrap
-from vitprobe.attach.forward import logits_of
+from vitprobe.calling import default_forward, images_of, logits_of, untouched, unwrap
 from vitprobe.curvature import Normalisation, random_direction
 from vitprobe.probes.objective import keep, targets_of
 from vitprobe.results import provenance

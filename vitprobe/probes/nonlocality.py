@@ -90,6 +90,12 @@ class Nonlocality(FeatureProbe):
                     long_name="attention of patches to prefix tokens",
                     units="1",
                 ),
+                "prefix_mass_se": along_layer(
+                    column(self._prefix, "standard_error"),
+                    ["head"],
+                    long_name="standard error over images of prefix_mass",
+                    units="1",
+                ),
                 "uniform_nonlocality": along_layer(
                     [uniform_nonlocality(site.grid) for site in places],
                     [],
@@ -116,6 +122,7 @@ def nonlocality(model: nn.Module, batches: Iterable[Any], **options: Any) -> xr.
         **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
 
     Returns:
-        `nonlocality` with its standard error over images, `prefix_mass` (layer, head), `uniform_nonlocality` (layer).
+        `nonlocality` and `prefix_mass` (layer, head), each with its standard error over images, and
+        `uniform_nonlocality` (layer).
     """
     return Nonlocality().run(model, batches, **options)

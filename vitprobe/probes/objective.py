@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitprobe.attach import default_forward, images_of, to_model
-from vitprobe.attach.forward import logits_of
+from vitprobe.calling import as_batches, default_forward, images_of, logits_of, to_model
 from vitprobe.curvature import Loss, LossOperator
 
 
@@ -26,7 +25,7 @@ def keep(batches: Iterable[Any], model: nn.Module, dtype: torch.dtype | None = N
     Raises:
         ValueError: if there are none.
     """
-    kept = [to_model(batch, model) for batch in batches]
+    kept = [to_model(batch, model) for batch in as_batches(batches)]
     if not kept:
         raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
     return kept if dtype is None else [_cast(batch, dtype) for batch in kept]

@@ -1,13 +1,14 @@
 """Loss and accuracy of a model on batches."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+
+from vitprobe.calling import evaluation_mode, logits_of
 
 
 @dataclass(frozen=True)
@@ -69,24 +70,6 @@ def evaluate(model: nn.Module, batches: Iterable[Any], *, device: torch.device |
         accuracy_se=(accuracy * (1 - accuracy) / count) ** 0.5,
         images=count,
     )
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts every module in evaluation mode and, afterwards, each back in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def logits_of(output: Any) -> Tensor:
-    """The logits a model returned: its tensor, or the `.logits`, or the first of a tuple."""
-    output = getattr(output, "logits", output)
-    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 def device_of(model: nn.Module) -> torch.device:

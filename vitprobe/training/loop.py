@@ -16,6 +16,7 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from vitprobe.calling import logits_of
 from vitprobe.results import provenance
 from vitprobe.seeds import derive_seed
 from vitprobe.training.checkpoint import (
@@ -26,7 +27,7 @@ from vitprobe.training.checkpoint import (
     save_checkpoint,
     write_json,
 )
-from vitprobe.training.evaluation import evaluate, logits_of
+from vitprobe.training.evaluation import evaluate
 from vitprobe.training.mixing import mix_batch, soft_targets
 from vitprobe.training.optimizer import make_optimizer
 from vitprobe.training.recipe import Recipe

@@ -1,7 +1,7 @@
-"""Handing a batch to any model, and handing the model back as it was."""
+"""Calling any model: batches in, logits out, and the model handed back as it was."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -48,22 +48,29 @@ def untouched(model: nn.Module) -> Iterator[None]:
     Compiled submodules run eagerly inside, because hooks and modes set after compilation are never called
     (pytorch#117758).
     """
-    modes = {module: module.training for module in model.modules()}
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with (
         torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)),
         # Nothing is compiled where the compiler was never imported, which costs a second and 130 MiB.
         torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
         torch.no_grad(),
+        evaluation_mode(model),
     ):
-        try:
-            model.eval()
-            yield
-        finally:
-            # Through the model's own train() first, which may do more than set flags (unmerge adapters, say).
-            model.train(modes[model])
-            for module, training in modes.items():
-                module.training = training
+        yield
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the length of a `with`; afterwards every module is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        # Through the model's own train() first, which may do more than set flags (unmerge adapters, say).
+        model.train(modes[model])
+        for module, training in modes.items():
+            module.training = training
 
 
 def default_forward(model: nn.Module, batch: Any) -> Any:
@@ -89,6 +96,17 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
         f"a batch is a tensor, a tuple or list that starts with one, or a mapping of keyword arguments, not "
         f"{type(batch).__name__}: give forward=lambda model, batch: ... that calls the model on yours."
     )
+
+
+def as_batches(batches: Iterable[Any]) -> Iterable[Any]:
+    """The batches, or the one batch that was given without a list around it."""
+    if isinstance(batches, Tensor | Mapping):
+        return [batches]
+    if isinstance(batches, tuple) and batches and isinstance(batches[0], Tensor):
+        shape = batches[0].shape[1:]
+        several = all(isinstance(item, Tensor) and item.shape[1:] == shape for item in batches)  # images.split(64)
+        return batches if several else [batches]
+    return batches
 
 
 def to_model(batch: Any, model: nn.Module) -> Any:
