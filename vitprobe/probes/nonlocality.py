@@ -57,8 +57,9 @@ class Nonlocality(FeatureProbe):
         half = what.dtype in (torch.float16, torch.bfloat16)
         what = what.float() if half else what
         maps, prefix = what[..., first:, first:], what[..., first:, :first]
-        distance = torch.einsum("iwhqk,qk->iwhq", maps, distances(where.grid, device=maps.device).to(maps.dtype))
-        if first or half:  # rounded rows of half precision do not sum to one
+        apart = distances(where.grid, device=maps.device).to(maps.dtype)
+        distance = (maps * apart).sum(-1)
+        if first or half:  # rows without their prefix, or rounded to half precision, do not sum to one
             distance = distance / maps.sum(-1)
         self._distance.setdefault(where.name, RunningMean()).add(distance.mean((1, 3)))
         self._prefix.setdefault(where.name, RunningMean()).add(prefix.sum(-1).mean((1, 3)))
