@@ -419,3 +419,20 @@ def test_stacking_refuses_to_lose_anything():
     other.variance.attrs["units"] = "percent"
     with pytest.raises(ValueError, match="'variance' is not the same"):
         results.stack_runs([dataset(), other])
+
+
+@pytest.mark.parametrize(
+    ("argument", "kept"),
+    [
+        ("/home/me/data", "data"),
+        ("~/data/x.nc", "x.nc"),
+        ("npz:/a/b/train.npz,/a/b/test.npz", "npz:train.npz,test.npz"),
+        ("--out=/tmp/here", "--out=here"),
+        ("folder:images/cats", "folder:images/cats"),
+        ("park_kim/fourier", "park_kim/fourier"),
+        ("0.5", "0.5"),
+    ],
+)
+def test_history_has_the_command_without_the_machines_folders(argument, kept, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/usr/local/bin/vitprobe", "run", argument])
+    assert provenance(title="t")["history"].split(" ", 1)[1] == f"vitprobe run {kept}"

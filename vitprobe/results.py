@@ -84,8 +84,8 @@ def provenance(
         ValueError: if an extra attribute has the name of one written here.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    # The script's name and not its path: a machine's folders are nobody's business.
-    command = shlex.join([PurePath(sys.argv[0]).name or "python", *sys.argv[1:]])
+    # Names and not paths: a machine's folders are nobody's business.
+    command = shlex.join([PurePath(sys.argv[0]).name or "python", *map(_without_folders, sys.argv[1:])])
     attributes: dict[str, str | int | float] = {
         "Conventions": "CF-1.12",
         "title": title,
@@ -106,6 +106,11 @@ def provenance(
     for key, value in attributes.items():
         _check_attribute("the dataset", key, value)
     return attributes
+
+
+def _without_folders(argument: str) -> str:
+    """A command's argument with the last part only of every absolute path in it, also after `=`, `:` or `,`."""
+    return re.sub(r"(^|[=:,])[/~][^,]*/(?=[^,/])", r"\1", argument)
 
 
 def _version(package: str) -> str:
