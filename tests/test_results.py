@@ -435,4 +435,4 @@ def test_stacking_refuses_to_lose_anything():
 )
 def test_history_has_the_command_without_the_machines_folders(argument, kept, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/usr/local/bin/vitprobe", "run", argument])
-    assert provenance(title="t")["history"].split(" ", 1)[1] == f"vitprobe run {kept}"
+    assert results.provenance(title="t")["history"].split(" ", 1)[1] == f"vitprobe run {kept}"
