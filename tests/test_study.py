@@ -1,7 +1,7 @@
 """A study's cache, failures, interruption and files, with a toy measurement and an executor in this process."""
 
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +85,7 @@ def test_measures_saves_draws_and_judges(settings, capsys):
     assert ds.attrs["scale"] == "smoke"
     assert verdicts_from_json(ds.attrs["verdicts"])[0].verdict == "supported"
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "**supported**" in (path.parent / "claims.md").read_text()
+    assert "**supported**" in (path.parent / "claims_smoke.md").read_text()
     assert "supported" in capsys.readouterr().out
 
 
@@ -134,8 +134,18 @@ def test_a_failed_run_costs_only_itself(settings):
 
 def test_claims_are_gathered_from_all_files_of_a_folder(settings):
     run_study(toy(ToyRun("a", 0), ToyRun("a", 1)), settings, executor=Inline())
-    text = write_claims(settings.out).read_text()
+    text = write_claims(settings.out, "smoke").read_text()
     assert "## Toys (smoke scale, [toy_smoke.nc](toy_smoke.nc))" in text
+
+
+def test_a_small_scale_leaves_the_evidence_alone(settings):
+    study = toy(ToyRun("a", 0), ToyRun("a", 1))
+    run_study(study, replace(settings, scale="cpu"), executor=Inline())
+    evidence = (settings.out / "claims.md").read_text()
+    run_study(study, replace(settings, scale="quick"), executor=Inline())
+    assert (settings.out / "claims.md").read_text() == evidence
+    assert "cpu scale" in evidence and "quick scale" not in evidence
+    assert "quick scale" in (settings.out / "claims_quick.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -138,32 +138,36 @@ def run_study(study: Study, settings: Settings, *, executor: Executor | None = N
     save_figure(study.draw(ds), stem.with_suffix(".png"))
     for verdict in verdicts:
         print(f"  {verdict.claim.id:<24} {verdict.verdict:<13} {_numbers(verdict)}")
-    write_claims(stem.parent)
-    print(f"  {path}\n  {stem.with_suffix('.png')}\n  {stem.parent / 'claims.md'}")
+    print(f"  {path}\n  {stem.with_suffix('.png')}\n  {write_claims(stem.parent, settings.scale)}")
     return path
 
 
-def write_claims(folder: Path) -> Path:
-    """Write `claims.md` from the verdicts stored in the netCDF files of a folder.
+def write_claims(folder: Path, scale: Scale) -> Path:
+    """Write the verdicts stored in the netCDF files of a folder as a Markdown table.
+
+    The cpu and paper scales are evidence and share `claims.md`; a small scale has its own, `claims_quick.md`.
 
     Args:
         folder: of results.
+        scale: whose verdicts.
 
     Returns:
         The Markdown file.
     """
     from vitprobe.claims import verdicts_from_json
 
+    evidence = scale in ("cpu", "paper")
+    scales = ("cpu", "paper") if evidence else (scale,)
+    path = folder / ("claims.md" if evidence else f"claims_{scale}.md")
     parts = [
         "# Verdicts on published claims\n\nGenerated from the datasets in this folder; a verdict holds at the scale "
         "and for the networks of its dataset.\n"
     ]
     for file in sorted(folder.glob("*.nc")):
         attributes = load(file).attrs
-        if "verdicts" in attributes:
+        if "verdicts" in attributes and attributes["scale"] in scales:
             parts.append(f"## {attributes['title']} ({attributes['scale']} scale, [{file.name}]({file.name}))\n")
             parts.append(table(verdicts_from_json(attributes["verdicts"])))
-    path = folder / "claims.md"
     temporary = path.with_suffix(".md.part")
     temporary.write_text("\n".join(parts))
     temporary.replace(path)
