@@ -9,7 +9,8 @@ Rule       Set before the cpu scale was measured. Of each seed the median step o
            the 95 % t interval over seeds lies wholly on the claimed side of zero for attention and MLPs of the ViT
            and for the convolutions of the ResNet, contradicted if one lies wholly on the other side. A network that
            did not learn its task (45 % of ten classes) is no evidence. The same rule is applied to the variance over
-           the mean square, because the raw one follows the growing scale of the residual stream.
+           the mean square, because the raw one follows the growing scale of the residual stream; that part was added
+           after the raw result of two seeds had been seen, and before any normalised one.
 """
 
 import sys
