@@ -253,6 +253,11 @@ def _importable(value: Any) -> str:
     return text
 
 
+def cache_folder() -> Path:
+    """`$VITPROBE_CACHE`, or `vitprobe` in the user's cache folder."""
+    return Path(os.environ.get("VITPROBE_CACHE") or "~/.cache/vitprobe").expanduser()
+
+
 # --- the schema -------------------------------------------------------------------------------------
 
 

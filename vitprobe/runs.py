@@ -1,7 +1,6 @@
 """A run is one trained model: a name, data, a recipe; trained once, kept by the hash of all of them."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,7 +12,7 @@ from torch import nn
 
 from vitprobe.data import ImageData, load_data
 from vitprobe.models import create_model
-from vitprobe.results import config_hash
+from vitprobe.results import cache_folder, config_hash
 from vitprobe.training import Recipe, fit
 
 
@@ -114,8 +113,3 @@ def trained(run: Run, *, cache: Path | None = None, device: str | None = None, p
 def load(spec: DataSpec) -> ImageData:
     """The images of a spec, kept in memory."""
     return load_data(**vars(spec))
-
-
-def cache_folder() -> Path:
-    """`$VITPROBE_CACHE`, or `vitprobe` in the user's cache folder."""
-    return Path(os.environ.get("VITPROBE_CACHE") or "~/.cache/vitprobe").expanduser()

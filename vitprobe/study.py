@@ -21,9 +21,9 @@ import xarray as xr
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from vitprobe.claims import Verdict, table, verdicts_to_json
+from vitprobe.claims import Verdict, table, verdicts_from_json, verdicts_to_json
 from vitprobe.figures import save_figure
-from vitprobe.results import config_hash, load, save, stack_runs
+from vitprobe.results import cache_folder, config_hash, load, save, stack_runs
 
 Scale = Literal["smoke", "quick", "cpu", "paper"]
 
@@ -154,8 +154,6 @@ def write_claims(folder: Path, scale: Scale) -> Path:
     Returns:
         The Markdown file.
     """
-    from vitprobe.claims import verdicts_from_json
-
     evidence = scale in ("cpu", "paper")
     scales = ("cpu", "paper") if evidence else (scale,)
     path = folder / ("claims.md" if evidence else f"claims_{scale}.md")
@@ -215,11 +213,7 @@ def exit_code(action: Callable[[], Any]) -> int:
 
 def _measured_file(study: Study, run: RunLike, settings: Settings) -> Path:
     key = config_hash({"study": study.name, "run": run.config()})
-    return _cache(settings) / "measured" / f"{study.name.replace('/', '-')}-{run.model}-{key}.nc"
-
-
-def _cache(settings: Settings) -> Path:
-    return settings.cache or Path(os.environ.get("VITPROBE_CACHE") or "~/.cache/vitprobe").expanduser()
+    return (settings.cache or cache_folder()) / "measured" / f"{study.name.replace('/', '-')}-{run.model}-{key}.nc"
 
 
 def _loads(file: Path) -> bool:

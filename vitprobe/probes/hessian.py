@@ -94,7 +94,9 @@ def hessian_eigenvalues(
             "method='power' is the published protocol: which='LM', all parameters, no weight_decay, the model's dtype."
         )
     bare = unwrap(model)
-    kept = keep(batches, bare, dtype)
+    if dtype is not None:
+        bare = copy.deepcopy(bare).to(dtype)  # once, not for every batch
+    kept = keep(batches, bare)
     problems = [[batch] for batch in kept] if per == "batch" else [kept]
     rows: list[dict[str, Any]] = []
     for number, problem in enumerate(tqdm(problems, desc="hessian", unit=per, disable=None if progress else True)):
@@ -104,7 +106,6 @@ def hessian_eigenvalues(
             loss=loss,
             weight_decay=weight_decay,
             parameters=parameters,
-            dtype=dtype,
             forward=forward,
         )
         gradient = operator.gradient()
