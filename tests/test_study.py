@@ -158,3 +158,9 @@ def test_exit_codes_are_one_sentence(error, code, capsys):
 
     assert exit_code(action) == code
     assert capsys.readouterr().err.strip().startswith("vitprobe: ")
+
+
+@pytest.mark.parametrize("name", ["fourier", "a/b/c", "park_kim/", "/fourier"])
+def test_a_name_says_where_the_results_go(name):
+    with pytest.raises(ValueError, match="'paper/figure'"):
+        Study(name, "Toys", lambda settings: [], measure, lambda ds: Figure(), verdicts)

@@ -102,6 +102,10 @@ class Study:
     draw: Callable[[xr.Dataset], Figure]
     verdicts: Callable[[xr.Dataset], Sequence[Verdict]]
 
+    def __post_init__(self) -> None:
+        if self.name.count("/") != 1 or not all(self.name.split("/")):
+            raise ValueError(f"a study's name is 'paper/figure', where its results go, not {self.name!r}.")
+
 
 def run_study(study: Study, settings: Settings, *, executor: Executor | None = None) -> Path:
     """Measure every run of a study that is not measured yet, then save, draw and judge.
