@@ -1,5 +1,6 @@
 """The command line: what it prints, writes and returns."""
 
+import subprocess
 import sys
 
 import pytest
@@ -29,6 +30,12 @@ def test_list_names_everything(capsys):
     for name in ("park_kim/fourier", "vit_micro", "nonlocality", "digits", "cifar10"):
         assert name in out
     assert "5.356 M" in out  # vit_ti, patch 4, 10 classes
+
+
+def test_a_reader_that_leaves_gets_no_traceback():
+    command = f"'{sys.executable}' -c 'from vitprobe.cli import main; import sys; sys.exit(main())' list | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
 
 
 def test_studies_are_those_of_the_folder():

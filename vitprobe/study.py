@@ -203,11 +203,15 @@ def exit_code(action: Callable[[], Any]) -> int:
     """
     try:
         action()
+        sys.stdout.flush()
     except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
         print(f"vitprobe: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         print(f"vitprobe: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # who read our output has left (`| head`): say nothing more, not at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("\nvitprobe: interrupted; what is done is kept, and the same command goes on.", file=sys.stderr)
