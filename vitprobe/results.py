@@ -187,6 +187,28 @@ def config_hash(config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def differences(what: str, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """Where two configurations differ, in words; inner mappings field by field.
+
+    Args:
+        what: what they configure, e.g. `"recipe"`; stands before each field, with a dot.
+        saved: the one that was.
+        asked: the one that is now.
+
+    Returns:
+        One text for each field that differs; none if they are equal.
+    """
+    absent = "(absent)"
+    listing = []
+    for key in {**saved, **asked}:
+        was, now, name = saved.get(key, absent), asked.get(key, absent), f"{what}.{key}" if what else key
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            listing += differences(name, was, now)
+        elif was != now:
+            listing.append(f"{name} was {was!r} and is now {now!r}")
+    return listing
+
+
 def _plain(value: Any, name: Callable[[Any], str]) -> Any:
     def recur(item: Any) -> Any:
         return _plain(item, name)

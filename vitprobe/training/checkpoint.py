@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from vitprobe.results import differences
+
 CURRENT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 
 
@@ -129,14 +131,9 @@ def require_same(folder: Path, saved: Mapping[str, Any], asked: Mapping[str, Any
     Raises:
         ValueError: if any field differs; names each with both values.
     """
-    absent = "(absent)"
-    fields = [key for key in {**saved, **asked} if saved.get(key, absent) != asked.get(key, absent)]
-    if fields:
-        listing = "; ".join(
-            f"{what}.{key} was {saved.get(key, absent)!r} and is now {asked.get(key, absent)!r}" for key in fields
-        )
+    if listing := differences(what, saved, asked):
         raise ValueError(
-            f"{folder} holds a training with another {what}: {listing}."
+            f"{folder} holds a training with another {what}: {'; '.join(listing)}."
             f" Give the old {what} to go on with it, or another folder=, or delete {folder} to train anew."
         )
 
