@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, eigsh
 
-from vitprobe.curvature import Lanczos, eigenpairs, inner, norm, order
+from vitprobe.curvature import Lanczos, eigenpairs, eigenpairs_together, inner, norm, order
 
 SPECTRA = {
     "both signs": [120.0, -119.5, 61.7, 48.5, -30.0],
@@ -53,10 +53,10 @@ def test_an_eigenvalue_with_several_eigenvectors_needs_the_second_start():
 
 def test_no_ghosts_however_many_steps():
     a, spectrum = matrix([100.0, 50.0, 20.0], size=40)
-    lanczos = Lanczos(lambda v: a @ v, start(40))
-    while lanczos.step():
-        pass
-    assert len(lanczos.basis) == 40
+    lanczos = Lanczos(start(40))
+    while lanczos.direction is not None:
+        lanczos.grow(a @ lanczos.direction)
+    assert len(lanczos) == 40
     np.testing.assert_allclose(lanczos.ritz()[0], np.sort(spectrum), atol=1e-8)
 
 
@@ -97,6 +97,17 @@ def test_agrees_with_scipy(seed, which):
     found = eigenpairs(lambda v: a @ v, start(60, seed), 3, which=which, tol=1e-9)
     theirs = eigsh(LinearOperator(a.shape, lambda v: a.numpy() @ v), 3, which=which, return_eigenvectors=False)
     np.testing.assert_allclose(np.sort(found.values), np.sort(theirs), atol=1e-7)
+
+
+def test_several_operators_in_lockstep_are_each_alone():
+    matrices = torch.stack([matrix(SPECTRA[name], seed=i)[0] for i, name in enumerate(SPECTRA)])
+    starts = [start(60, i) for i in range(len(matrices))]
+    together = eigenpairs_together(lambda v: torch.einsum("pij,pj->pi", matrices, v), starts, 4, tol=1e-6)
+    for a, first, ours in zip(matrices, starts, together, strict=True):
+        alone = eigenpairs(lambda v, a=a: a @ v, first, 4, tol=1e-6)
+        np.testing.assert_allclose(ours.values, alone.values, atol=1e-10)
+        assert ours.products == alone.products
+    assert len({pairs.products for pairs in together}) > 1  # some waited for the others
 
 
 def test_the_same_numbers_twice():

@@ -1,7 +1,7 @@
 """The loss as an operator: exact curvature products, the eigenvalues they give, directions to look along."""
 
 from vitprobe.curvature.directions import Normalisation, random_direction
-from vitprobe.curvature.lanczos import Eigenpairs, Lanczos, Which, eigenpairs, inner, norm, order
+from vitprobe.curvature.lanczos import Eigenpairs, Lanczos, Which, eigenpairs, eigenpairs_together, inner, norm, order
 from vitprobe.curvature.loss import Loss, LossOperator
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Normalisation",
     "Which",
     "eigenpairs",
+    "eigenpairs_together",
     "inner",
     "norm",
     "order",

@@ -1,8 +1,8 @@
 """Lanczos iteration with full reorthogonalisation: extreme eigenvalues with residuals, and quadrature."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 Which = Literal["LM", "LA", "SA", "BE"]
 
 # Numbers converted to float64 at a time for an inner product: float32 sums of millions lose the digits needed.
-CHUNK = 1 << 18
+CHUNK = 1 << 15
+BLOCK = 8  # vectors of a basis that lie together
 
 
 @dataclass(frozen=True)
@@ -36,49 +37,61 @@ class Eigenpairs:
 class Lanczos:
     """The Krylov basis of a symmetric operator, grown step by step.
 
-    Every new vector is orthogonalised twice against all before it, with inner products in float64; without that,
-    copies of converged eigenvalues appear and more steps make it worse. Where the Krylov space is exhausted
-    (an eigenvalue with several eigenvectors, say) a random direction goes on.
+    Every new vector is orthogonalised against all before it, a second time where the first took most of it away, with
+    inner products in float64; without that, copies of converged eigenvalues appear and more steps make it worse.
+    Where the Krylov space is exhausted (an eigenvalue with several eigenvectors, say) a random direction goes on.
+
+    The operator is somebody else's: `direction` is what it is to be applied to, `grow` takes what came out.
 
     Args:
-        product: `(parameter,)` to `(parameter,)`.
-        start: the first direction; need not have length one.
+        start: the first direction `(parameter,)`; need not have length one.
         seed: of the random directions that go on.
         against: vectors `(vector, parameter)` to stay orthogonal to.
+
+    Attributes:
+        direction: the newest vector of the basis, of which the image is wanted; `None` if the space is exhausted.
+        alphas: diagonal of the tridiagonal matrix.
+        betas: what stands beside it; the last one leads out of the basis.
     """
 
-    def __init__(
-        self, product: Callable[[Tensor], Tensor], start: Tensor, *, seed: int = 0, against: Tensor | None = None
-    ) -> None:
-        self.product = product
+    def __init__(self, start: Tensor, *, seed: int = 0, against: Tensor | None = None) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.against = against
-        self.basis: list[Tensor] = []
+        self.blocks: list[Tensor] = []
         self.alphas: list[float] = []
         self.betas: list[float] = []
-        self._next: Tensor | None = None
-        first, length = self._orthogonal(start)
-        self._next = first if length > 0 else self._random(start)
+        first, length = self._orthogonal(start.clone())
+        self.direction: Tensor | None = first if length > 0 else self._random(start)
 
-    def step(self) -> bool:
-        """Add one direction; `False` if the whole space is exhausted."""
-        if self._next is None:
-            return False
-        vector = self._next
-        self.basis.append(vector)
-        image = self.product(vector)
-        self.alphas.append(inner(vector, image))
-        rest, length = self._orthogonal(image)
-        scale = max(1.0, *(abs(alpha) for alpha in self.alphas), *self.betas, 0.0)
-        if length <= 100 * torch.finfo(vector.dtype).eps * scale:
+    def __len__(self) -> int:
+        return len(self.alphas)
+
+    def grow(self, image: Tensor) -> None:
+        """Add the direction to the basis.
+
+        Args:
+            image: the operator times the direction `(parameter,)`; may be changed.
+        """
+        vector = self.direction
+        assert vector is not None
+        alpha = inner(vector, image)
+        # The three-term recurrence first: what is left has little in the basis, and one pass removes that.
+        rest = image.sub_(vector, alpha=alpha)
+        beta = self.betas[-1] if self.betas else 0.0
+        if beta:
+            rest.sub_(self.blocks[-1][(len(self) - 1) % BLOCK], alpha=beta)
+        self._append(vector)
+        self.alphas.append(alpha)
+        rest, length = self._orthogonal(rest, taken=max(abs(alpha), beta))
+        size = max(1.0, *(abs(alpha) for alpha in self.alphas), *self.betas, 0.0)
+        if length <= 100 * torch.finfo(vector.dtype).eps * size:
             # Invariant: nothing of the operator leads out of the basis, so its tridiagonal matrix falls in two here.
             self.betas.append(0.0)
             dimensions = vector.numel() - (0 if self.against is None else len(self.against))
-            self._next = self._random(vector) if len(self.basis) < dimensions else None
+            self.direction = self._random(vector) if len(self) < dimensions else None
         else:
             self.betas.append(length)
-            self._next = rest
-        return True
+            self.direction = rest
 
     def ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ritz values `(m,)`, their residuals `(m,)`, and their coordinates in the basis `(m, m)` as columns."""
@@ -89,29 +102,51 @@ class Lanczos:
 
     def vectors(self, coordinates: np.ndarray) -> Tensor:
         """Vectors `(rank, parameter)` of coordinates `(m, rank)` in the basis."""
-        weights = torch.from_numpy(np.ascontiguousarray(coordinates.T))
-        result = torch.zeros(coordinates.shape[1], self.basis[0].numel(), dtype=self.basis[0].dtype)
-        result = result.to(self.basis[0].device)
-        for weight, vector in zip(weights.T, self.basis, strict=True):
-            result += weight.to(result).outer(vector)
+        weights = torch.from_numpy(np.ascontiguousarray(coordinates.T)).to(self.blocks[0])
+        parts = weights.split(BLOCK, dim=1)
+        result = weights.new_zeros(len(weights), self.blocks[0].shape[1])
+        for part, block in zip(parts, self.blocks, strict=True):
+            result.addmm_(part, block[: part.shape[1]])
         return result
 
-    def _orthogonal(self, vector: Tensor) -> tuple[Tensor, float]:
-        """The part of a vector outside the basis, of length one, and the length it had."""
-        rest = vector.clone()
-        before = norm(rest)
-        for _ in range(2):
-            for other in [*(self.against if self.against is not None else []), *self.basis]:
-                rest.sub_(other, alpha=inner(other, rest))
-        length = norm(rest)
-        # What is left of a vector inside the basis is rounding, in no direction of its own.
-        if length <= 10 * torch.finfo(rest.dtype).eps * before:
-            return rest, 0.0
-        return rest.div_(length), length
+    def _append(self, vector: Tensor) -> None:
+        place = len(self) % BLOCK
+        if place == 0:  # grown in blocks: a basis of the full length would be reserved in vain
+            self.blocks.append(vector.new_empty(BLOCK, vector.numel()))
+        self.blocks[-1][place] = vector
+
+    def _orthogonal(self, rest: Tensor, *, taken: float = 0.0) -> tuple[Tensor, float]:
+        """The part of a vector outside the basis, of length one, and the length it had; changes the vector.
+
+        `taken` is the length of what has been taken away from it before.
+        """
+        known = [] if self.against is None else [self.against]
+        known += [block[: len(self) - i * BLOCK] for i, block in enumerate(self.blocks)]
+        whole = before = norm(rest)
+        while True:
+            for block in known:
+                rest.addmv_(block.T, _inners(block, rest).to(rest), alpha=-1)
+            length = norm(rest)
+            # What is left of a vector inside the basis is rounding, in no direction of its own.
+            if length <= 10 * torch.finfo(rest.dtype).eps * max(whole, taken):
+                return rest, 0.0
+            if length > 0.7 * before:
+                return rest.div_(length), length
+            before = length
 
     def _random(self, like: Tensor) -> Tensor:
         draw = torch.randn(like.numel(), generator=self.generator, dtype=torch.float64)
         return self._orthogonal(draw.to(like))[0]
+
+
+def _inners(block: Tensor, vector: Tensor) -> Tensor:
+    """Inner products of the rows of a block with a vector, in float64 `(row,)`; stays on the device."""
+    if vector.dtype == torch.float64:
+        return block @ vector
+    total = vector.new_zeros(len(block), dtype=torch.float64)
+    for rows, part in zip(block.split(CHUNK, dim=1), vector.split(CHUNK), strict=True):
+        total += rows.double() @ part.double()
+    return total
 
 
 def inner(a: Tensor, b: Tensor) -> float:
@@ -149,8 +184,10 @@ def order(values: np.ndarray, which: Which) -> np.ndarray:
     return turns
 
 
-def eigenpairs(
-    product: Callable[[Tensor], Tensor],
+Search = Generator[Tensor, Tensor, "Eigenpairs"]
+
+
+def search(
     start: Tensor,
     k: int,
     *,
@@ -160,7 +197,37 @@ def eigenpairs(
     extra: int = 2,
     second_start: bool = False,
     seed: int = 0,
-) -> Eigenpairs:
+) -> Search:
+    """The search for the k most wanted eigenvalues of a symmetric operator, which is not called from here.
+
+    It yields a vector `(parameter,)`, wants the operator's image of it sent back (and may change that), and returns
+    the pairs. So several searches can share a pass. See `eigenpairs`, which drives one.
+    """
+    size = start.numel()
+    k = min(k, size)
+    found = yield from _iterate(Lanczos(start, seed=seed), k, which, tol, max_products, extra)
+    while second_start and found.products < max_products and len(found.values) < size:
+        generator = torch.Generator().manual_seed(seed + found.products)
+        draw = torch.randn(size, generator=generator, dtype=torch.float64).to(start)
+        budget = max_products - found.products
+        complement = Lanczos(draw, seed=seed, against=found.vectors)
+        again = yield from _iterate(complement, min(k, size - k), which, tol, budget, extra)
+        values = np.concatenate([found.values, again.values])
+        best = order(values, which)[:k]
+        nothing_new = bool((best < len(found.values)).all())
+        found = Eigenpairs(
+            values[best],
+            torch.cat([found.vectors, again.vectors])[torch.from_numpy(best.copy())],
+            np.concatenate([found.residuals, again.residuals])[best],
+            np.concatenate([found.converged, again.converged])[best],
+            found.products + again.products,
+        )
+        if nothing_new:
+            break
+    return found
+
+
+def eigenpairs(product: Callable[[Tensor], Tensor], start: Tensor, k: int, **options: Any) -> Eigenpairs:
     """The k most wanted eigenvalues of a symmetric operator.
 
     Stops when the residuals of k Ritz pairs are within `tol` times the largest magnitude found of their values, and
@@ -171,46 +238,52 @@ def eigenpairs(
         product: `(parameter,)` to `(parameter,)`.
         start: first direction; the gradient with noise in it saves a fifth of the products of noise alone.
         k: how many.
-        which: which are wanted: largest magnitude, largest, smallest, or both ends in turn.
-        tol: relative residual wanted.
-        max_products: give up there; the pairs then say that they are not converged.
-        extra: further pairs that have to settle.
-        second_start: afterwards search the complement of what was found from a random direction, until nothing
-            there is wanted more: finds second eigenvectors of the same eigenvalue, at nearly the same cost again.
-        seed: of the random directions.
+        **options: `which` are wanted, `"LM"` largest magnitude, `"LA"` largest, `"SA"` smallest, `"BE"` both ends in
+            turn; `tol`, relative residual wanted (1e-3); `max_products`, to give up at (200), the pairs then say that
+            they are not converged; `extra`, further pairs that have to settle (2); `second_start`, to search the
+            complement of what was found from a random direction afterwards until nothing there is wanted more, which
+            finds second eigenvectors of the same eigenvalue at nearly the same cost again; `seed` of the random
+            directions.
 
     Returns:
         The pairs, most wanted first.
     """
-    size = start.numel()
-    k = min(k, size)
-    found = _iterate(Lanczos(product, start, seed=seed), k, which, tol, max_products, extra)
-    while second_start and found.products < max_products and len(found.values) < size:
-        generator = torch.Generator().manual_seed(seed + found.products)
-        draw = torch.randn(size, generator=generator, dtype=torch.float64).to(start)
-        budget = max_products - found.products
-        again = _iterate(
-            Lanczos(product, draw, seed=seed, against=found.vectors), min(k, size - k), which, tol, budget, extra
-        )
-        values = np.concatenate([found.values, again.values])
-        best = order(values, which)[:k]
-        merged = Eigenpairs(
-            values[best],
-            torch.cat([found.vectors, again.vectors])[torch.from_numpy(best.copy())],
-            np.concatenate([found.residuals, again.residuals])[best],
-            np.concatenate([found.converged, again.converged])[best],
-            found.products + again.products,
-        )
-        nothing_new = bool((best < len(found.values)).all())
-        found = merged
-        if nothing_new:
-            break
-    return found
+    return eigenpairs_together(lambda vectors: product(vectors[0])[None], [start], k, **options)[0]
 
 
-def _iterate(lanczos: Lanczos, k: int, which: Which, tol: float, max_products: int, extra: int) -> Eigenpairs:
-    while len(lanczos.basis) < max_products and lanczos.step():
-        if len(lanczos.basis) < k + extra:
+def eigenpairs_together(
+    product: Callable[[Tensor], Tensor], starts: Sequence[Tensor], k: int, **options: Any
+) -> list[Eigenpairs]:
+    """The same for several operators that are applied together, each to its own vector.
+
+    Args:
+        product: `(problem, parameter)` to the same shape; rows do not mix.
+        starts: the first direction of each.
+        k: how many eigenvalues of each.
+        **options: as in `eigenpairs`.
+
+    Returns:
+        The pairs of each.
+    """
+    searches = [search(start, k, **options) for start in starts]
+    found: list[Eigenpairs | None] = [None] * len(searches)
+    wanted = [next(one) for one in searches]
+    while None in found:
+        images = product(torch.stack(wanted))
+        for i, one in enumerate(searches):
+            if found[i] is None:
+                try:
+                    wanted[i] = one.send(images[i])
+                except StopIteration as done:
+                    found[i] = done.value
+                    wanted[i] = torch.zeros_like(wanted[i])
+    return cast("list[Eigenpairs]", found)
+
+
+def _iterate(lanczos: Lanczos, k: int, which: Which, tol: float, max_products: int, extra: int) -> Search:
+    while len(lanczos) < max_products and lanczos.direction is not None:
+        lanczos.grow((yield lanczos.direction))
+        if len(lanczos) < k + extra:
             continue
         values, residuals, coordinates = lanczos.ritz()
         best = order(values, which)[: k + extra]
@@ -222,4 +295,4 @@ def _iterate(lanczos: Lanczos, k: int, which: Which, tol: float, max_products: i
     best = order(values, which)[:k]
     scale = np.abs(values).max()
     settled = residuals[best] <= np.maximum(tol * np.abs(values[best]), 100 * np.finfo(float).eps * scale)
-    return Eigenpairs(values[best], lanczos.vectors(coordinates[:, best]), residuals[best], settled, len(lanczos.basis))
+    return Eigenpairs(values[best], lanczos.vectors(coordinates[:, best]), residuals[best], settled, len(lanczos))

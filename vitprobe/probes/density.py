@@ -76,10 +76,9 @@ def hessian_density(
         for sample in range(samples):
             generator = torch.Generator().manual_seed(derive_seed(seed, "density", sample))
             signs = torch.randint(0, 2, (operator.size,), generator=generator) * 2 - 1
-            lanczos = Lanczos(operator.product, signs.to(operator.device, operator.dtype))
-            for _ in range(steps):
-                if not lanczos.step():
-                    break
+            lanczos = Lanczos(signs.to(operator.device, operator.dtype))
+            while lanczos.direction is not None and len(lanczos) < steps:
+                lanczos.grow(operator.product(lanczos.direction))
                 bar.update()
                 if lanczos.betas[-1] == 0.0:  # the vector sees no more of the spectrum than this
                     break
