@@ -12,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitprobe import claims
-from vitprobe.claims import CLAIMS, Verdict, combine, decide, mean_interval
+from vitprobe.claims import CLAIMS, Verdict, combine, decide
+from vitprobe.intervals import bootstrap_interval, mean_interval
 
 CLAIM = CLAIMS["E14"]
 
 
 def test_no_torch():
-    code = "import sys, vitprobe.claims as c; c.mean_interval([1, 2]); print('torch' in sys.modules)"
+    code = (
+        "import sys, vitprobe.claims, vitprobe.intervals as i; i.mean_interval([1, 2]); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -51,7 +54,7 @@ def test_t_interval_covers_as_often_as_it_says():
 
 def test_one_unit_knows_no_spread():
     assert mean_interval([0.3]) == (0.3, -math.inf, math.inf)
-    assert claims.bootstrap_interval([0.3], np.mean, seed=0) == (0.3, -math.inf, math.inf)
+    assert bootstrap_interval([0.3], np.mean, seed=0) == (0.3, -math.inf, math.inf)
     assert mean_interval([0.1] * 3) == (0.1, 0.1, 0.1)
 
 
@@ -59,12 +62,12 @@ def test_bootstrap_draws_whole_units():
     rng = np.random.default_rng(0)
     per_image = rng.normal(2.0, 1.0, (200, 1))
     repeated = np.broadcast_to(per_image, (200, 50))  # tokens of one image say nothing new
-    value, low, high = claims.bootstrap_interval(repeated, np.mean, seed=1, resamples=2000)
+    value, low, high = bootstrap_interval(repeated, np.mean, seed=1, resamples=2000)
     _, t_low, t_high = mean_interval(per_image[:, 0])
     assert value == pytest.approx(per_image.mean())
     assert (low, high) == pytest.approx((t_low, t_high), abs=0.03)
-    assert (value, low, high) == claims.bootstrap_interval(repeated, np.mean, seed=1, resamples=2000)
-    assert claims.bootstrap_interval([2.0] * 4, np.mean, seed=0) == (2, 2, 2)
+    assert (value, low, high) == bootstrap_interval(repeated, np.mean, seed=1, resamples=2000)
+    assert bootstrap_interval([2.0] * 4, np.mean, seed=0) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(("claimed", "n"), [(9, 12), (8, 12), (12, 12), (0, 5)])

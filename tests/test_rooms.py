@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vitprobe"
 
-LEAVES = {"seeds", "names", "calling"}  # helpers without a room of their own: anybody may use them
+LEAVES = {"seeds", "names", "intervals", "calling"}  # helpers without a room of their own: anybody may use them
 ALLOWED = {
     "models": set(),
     "initializers": {"models"},
@@ -26,7 +26,7 @@ ALLOWED = {
     "study": {"results", "claims", "figures"},
     "cli": {"models", "data", "training", "probes", "figures", "results", "study"},
 }
-WITHOUT_TORCH = ("results", "claims", "figures", "study", "seeds", "names", "cli")
+WITHOUT_TORCH = ("results", "claims", "figures", "study", "seeds", "names", "intervals", "cli")
 
 
 def room_of(file: Path) -> str:

@@ -7,11 +7,13 @@ images or batches, never heads, tokens or eigenvalues of one model. No torch her
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from vitprobe.intervals import finite_units, mean_interval, t_quantile
 
 Direction = Literal["above", "below"]
 VERDICTS = ("supported", "contradicted", "inconclusive")
@@ -74,82 +76,6 @@ class Verdict:
             raise ValueError(f"verdict {self.verdict!r} is not one of {', '.join(VERDICTS)}")
 
 
-# --- intervals -------------------------------------------------------------------------------------------
-
-
-def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, float, float]:
-    """The mean of independent units with its Student t interval.
-
-    Args:
-        values: one number per unit `(unit,)`.
-        confidence: of the two-sided interval.
-
-    Returns:
-        Mean, low and high; one unit has no spread, so its interval is infinite.
-    """
-    units = _units(values)
-    if np.ptp(units) == 0:  # summing equal numbers would round
-        half_width = 0.0 if units.size > 1 else math.inf
-        return float(units[0]), float(units[0]) - half_width, float(units[0]) + half_width
-    half_width = _t_quantile(confidence, units.size) * float(units.std(ddof=1)) / math.sqrt(units.size)
-    mean = float(units.mean())
-    return mean, mean - half_width, mean + half_width
-
-
-def bootstrap_interval(
-    values: ArrayLike,
-    statistic: Callable[[np.ndarray], float],
-    *,
-    seed: int,
-    resamples: int = 9999,
-    confidence: float = 0.95,
-) -> tuple[float, float, float]:
-    """Any statistic of independent units with its bias-corrected and accelerated bootstrap interval.
-
-    Args:
-        values: the units along the first axis `(unit, ...)`; whole units are drawn.
-        statistic: a number from resampled values, of the same shape.
-        seed: of the draws.
-        resamples: how many draws.
-        confidence: of the two-sided interval.
-
-    Returns:
-        Statistic, low and high; one unit has no spread, so its interval is infinite.
-
-    Raises:
-        ValueError: if there are no units.
-    """
-    from scipy.stats import bootstrap
-
-    units = np.asarray(values, dtype=float)
-    if units.ndim == 0 or not len(units):
-        raise ValueError(f"values of shape {units.shape} hold no units; give them along the first axis")
-    value = float(statistic(units))
-    if len(units) == 1:
-        return value, -math.inf, math.inf
-    drawn: dict[str, Any] = {
-        "data": (np.arange(len(units)),),  # whole units are drawn, whatever their shape
-        "statistic": lambda index: statistic(units[index]),
-        "n_resamples": resamples,
-        "confidence_level": confidence,
-        "vectorized": False,
-    }
-    for method in ("BCa", "percentile"):  # BCa has no answer where leaving out a unit changes nothing
-        with np.errstate(invalid="ignore", divide="ignore"):
-            interval = _quiet(bootstrap, **drawn, method=method, random_state=np.random.default_rng(seed))
-        if np.isfinite([interval.low, interval.high]).all():
-            break
-    return value, float(interval.low), float(interval.high)
-
-
-def _quiet(bootstrap: Callable[..., Any], **options: Any) -> Any:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a degenerate BCa interval warns, and is then drawn again
-        return bootstrap(**options).confidence_interval
-
-
 def sign_test(changes: ArrayLike, direction: Direction) -> tuple[float, float]:
     """How many of the changes have the claimed sign, and how likely chance alone gives as many or more.
 
@@ -163,7 +89,7 @@ def sign_test(changes: ArrayLike, direction: Direction) -> tuple[float, float]:
     """
     from scipy.stats import binomtest
 
-    signed = _sign(direction) * _units(changes)
+    signed = _sign(direction) * finite_units(changes)
     n = int(np.count_nonzero(signed))
     if n == 0:
         return math.nan, 1.0
@@ -171,27 +97,10 @@ def sign_test(changes: ArrayLike, direction: Direction) -> tuple[float, float]:
     return claimed / n, float(binomtest(claimed, n, 0.5, alternative="greater").pvalue)
 
 
-def _units(values: ArrayLike) -> np.ndarray:
-    units = np.asarray(values, dtype=float)
-    if units.ndim != 1 or units.size == 0:
-        raise ValueError(f"values have shape {units.shape}; give a list of one number per independent unit")
-    if not np.isfinite(units).all():
-        raise ValueError(f"values {units.tolist()} are not all finite; leave out what could not be measured")
-    return units
-
-
 def _sign(direction: str) -> int:
     if direction not in {"above", "below"}:
         raise ValueError(f"direction {direction!r} is neither 'above' nor 'below'")
     return 1 if direction == "above" else -1
-
-
-def _t_quantile(confidence: float, n: int) -> float:
-    from scipy.stats import t
-
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence {confidence} is not between 0 and 1; 95 % is 0.95")
-    return float(t.ppf((1 + confidence) / 2, n - 1))
 
 
 # --- verdicts --------------------------------------------------------------------------------------------
@@ -226,7 +135,7 @@ def decide(
     Returns:
         The verdict; one unit is always inconclusive.
     """
-    sign, units = _sign(direction), _units(values)
+    sign, units = _sign(direction), finite_units(values)
     mean, low, high = mean_interval(units, confidence)
     equal = units.size > 1 and np.ptp(units) == 0
     decisive = low > threshold or high < threshold
@@ -262,7 +171,7 @@ def _needed(units: np.ndarray, distance: float, confidence: float) -> int | None
     ratio = abs(distance) / float(units.std(ddof=1))
 
     def decides(n: int) -> bool:
-        return _t_quantile(confidence, n) < ratio * math.sqrt(n)
+        return t_quantile(confidence, n) < ratio * math.sqrt(n)
 
     if not decides(_MOST_UNITS):
         return None
