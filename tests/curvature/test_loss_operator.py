@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vitprobe.curvature import LossOperator
+from vitprobe.curvature import LossOperator, LossStack
 from vitprobe.models import create_model
 
 NETS = {
@@ -99,6 +99,63 @@ def test_weight_decay_shifts_the_hessian_by_its_coefficient():
     assert decayed.value() == pytest.approx(plain.value() + 0.025 * float(plain.point().square().sum()))
 
 
+def test_the_sum_of_norms_as_decay():
+    model, data = network("convmixer"), [batch()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)  # biases are zero at first
+    plain, decayed = operator(model, data), operator(model, data, weight_decay=0.05, decay="sum_of_norms")
+    sizes = [p.numel() for p in plain.parameters]
+
+    def term(flat):
+        return 0.05 * sum(part.norm() for part in flat.split(sizes))
+
+    point = plain.point()
+    vectors = torch.randn(plain.size, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert decayed.value() - plain.value() == pytest.approx(float(term(point)))
+    torch.testing.assert_close(decayed.gradient() - plain.gradient(), torch.func.grad(term)(point))
+    hessian = torch.func.hessian(term)(point)
+    torch.testing.assert_close(decayed.product(vectors) - plain.product(vectors), hessian @ vectors)
+
+
+def test_the_sum_of_norms_has_no_derivative_at_zero():
+    with pytest.raises(ValueError, match=r"no derivative where a whole tensor is zero: .*head.bias"):
+        operator(network("vit"), [batch()], weight_decay=0.05, decay="sum_of_norms")
+    assert operator(network("vit"), [batch()], decay="sum_of_norms").size  # without a coefficient there is no term
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("decay", ["half_square", "sum_of_norms"])
+def test_a_stack_of_batches_is_each_alone(name, decay):
+    model, data = network(name), [batch(seed=seed) for seed in range(3)]
+    options = dict(weight_decay=0.05, decay=decay, parameters="*weight")
+    stack = LossStack(operator(model, data, **options))
+    vectors = torch.randn(3, stack.operator.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    products = stack.product(vectors)
+    for b, one in enumerate(data):
+        alone = operator(model, [one], **options)
+        assert float(stack.losses[b]) == pytest.approx(alone.value())
+        torch.testing.assert_close(stack.gradients[b], alone.gradient())
+        torch.testing.assert_close(products[b], alone.product(vectors[b]))
+
+
+def test_what_cannot_be_stacked_says_so():
+    with pytest.raises(ValueError, match="use stack=1, or drop_last"):
+        LossStack(operator(network("vit"), [batch(4), batch(3)]))
+
+    class Branching(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x.flatten(1))
+            return x if x.sum() > 0 else 2 * x
+
+    with pytest.raises(ValueError, match="Branching cannot be vectorised: use stack=1"):
+        LossStack(operator(Branching(64, 3).double(), [batch(), batch()]))
+    (x, y) = batch()
+    bad = torch.full_like(x, float("nan"))
+    with pytest.raises(ValueError, match="loss of batch 1 is nan"):
+        LossStack(operator(network("vit"), [(x, y), (bad, y)]))
+
+
 class Odd(nn.Module):
     """Frozen, tied, unused and 0-d parameters."""
 
@@ -183,3 +240,45 @@ def test_a_loss_per_image_is_refused():
     op = operator(network("vit"), [batch()], loss=lambda a, b: F.cross_entropy(a, b, reduction="none"))
     with pytest.raises(ValueError, match="mean over the batch"):
         op.gradient()
+
+
+def test_a_model_that_draws_in_evaluation_mode_is_refused():
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return F.dropout(super().forward(x.flatten(1)), training=True)
+
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="draws random numbers in evaluation mode"):
+        operator(Noisy(64, 3).double(), [batch()]).gradient()
+    torch.nn.Linear(1, 1)  # draws, so that the state below is another unless it was put back
+    torch.set_rng_state(state)
+    with pytest.raises(ValueError, match="draws random numbers"):
+        operator(Noisy(64, 3).double(), [batch()]).product(torch.ones(64 * 3 + 3, dtype=torch.float64))
+
+
+def test_batch_norm_over_the_batch_is_refused():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3, track_running_stats=False)).double()
+    with pytest.raises(ValueError, match="2 is a batch norm without running statistics"):
+        operator(model, [batch()])
+    model[2] = nn.BatchNorm1d(3).double()
+
+    def forward(model, batch):
+        return model.train()(batch[0]), batch[1]
+
+    op = LossOperator(model, [batch()], forward=forward, images=lambda b: len(b[1]))
+    with pytest.raises(ValueError, match="forward puts batch norm in training mode"):
+        op.gradient()
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="before PyTorch 2.9")
+def test_float32_is_whole_inside_and_put_back():
+    seen, matmul, before = [], torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    model = network("vit")
+    model.register_forward_hook(lambda *_: seen.append(matmul.fp32_precision))
+    try:
+        torch.set_float32_matmul_precision("high")
+        operator(model, [batch()]).gradient()
+        assert torch.get_float32_matmul_precision() == "high" and matmul.allow_tf32
+        assert set(seen) == {"ieee"}
+    finally:
+        torch.set_float32_matmul_precision(before)

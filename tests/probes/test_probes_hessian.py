@@ -94,7 +94,12 @@ def test_untouched_repeatable_and_saved(tmp_path):
     np.testing.assert_array_equal(first.eigenvalue, second.eigenvalue)
     check(first)
     again = vp.load(vp.save(first, tmp_path / "h.nc"))
-    assert again.eigenvalue.to_dataframe().reset_index().columns.tolist() == ["batch", "rank", "eigenvalue"]
+    assert again.eigenvalue.to_dataframe().reset_index().columns.tolist() == [
+        "batch",
+        "rank",
+        "fingerprint",
+        "eigenvalue",
+    ]
     assert again.attrs["which"] == "LM" and again.attrs["per"] == "batch"
 
 
@@ -133,7 +138,9 @@ def test_a_foreign_vit_with_fused_attention():
         ({"which": "LX"}, "unknown which 'LX'"),
         ({"per": "image"}, "unknown per"),
         ({"method": "powr"}, "Did you mean 'power'"),
-        ({"k": 0}, "at least one"),
+        ({"k": 0}, "at least 1"),
+        ({"decay": "square"}, "unknown decay"),
+        ({"stack": 2, "per": "dataset"}, "per='batch'"),
         ({"method": "power", "which": "LA"}, "published protocol"),
         ({"method": "power", "per": "dataset"}, "one batch at a time"),
     ],
@@ -154,3 +161,92 @@ def test_one_batch_without_a_list_around_it():
     (x, y) = batches(1)[0]
     alone, listed = vp.hessian_eigenvalues(tiny(), (x, y)), vp.hessian_eigenvalues(tiny(), [(x, y)])
     np.testing.assert_array_equal(alone.eigenvalue, listed.eigenvalue)
+
+
+def alike(a, b, **tolerance) -> None:
+    for name in ("eigenvalue", "residual", "products", "loss", "gradient_norm", "images"):
+        np.testing.assert_allclose(a[name], b[name], **tolerance)
+
+
+def test_stacked_batches_are_each_alone():
+    data = [*batches(3), *batches(1, images=4), *batches(2)]
+    options = dict(dtype=torch.float64, tol=1e-8, weight_decay=0.05)
+    alone, stacked = (vp.hessian_eigenvalues(tiny(), data, stack=stack, **options) for stack in (1, 2))
+    np.testing.assert_allclose(stacked.eigenvalue, alone.eigenvalue, rtol=1e-9)
+    np.testing.assert_allclose(stacked.loss, alone.loss, rtol=1e-12)
+    np.testing.assert_allclose(stacked.gradient_norm, alone.gradient_norm, rtol=1e-12)
+    np.testing.assert_array_equal(stacked.images, [6, 6, 6, 4, 6, 6])
+
+
+class Interrupted:
+    """A loader that is interrupted before a batch."""
+
+    def __init__(self, data, at: int) -> None:
+        self.data, self.at = data, at
+
+    def __iter__(self):
+        for number, batch in enumerate(self.data):
+            if number == self.at:
+                raise KeyboardInterrupt
+            yield batch
+
+
+def test_an_interrupted_spectrum_goes_on_and_solves_nothing_twice(tmp_path):
+    data, path, model = batches(5), tmp_path / "spectrum.nc", tiny()
+    whole = vp.hessian_eigenvalues(tiny(), data)
+    with pytest.raises(KeyboardInterrupt):
+        vp.hessian_eigenvalues(model, Interrupted(data, 3), path=path)
+    assert vp.load(path).sizes["batch"] == 3
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    resumed = vp.hessian_eigenvalues(model, data, path=path)
+    alike(resumed, whole, rtol=0)
+    first = len(calls)
+    again = vp.hessian_eigenvalues(model, data, path=path)
+    assert first > 0 and len(calls) == first
+    alike(again, whole, rtol=0)
+    alike(vp.load(path), whole, rtol=0)
+
+
+def test_a_file_of_other_batches_weights_or_settings_is_refused(tmp_path):
+    data, path = batches(3), tmp_path / "spectrum.nc"
+    vp.hessian_eigenvalues(tiny(), data[:2], path=path)
+    with pytest.raises(ValueError, match="batch 0 is not the one"):
+        vp.hessian_eigenvalues(tiny(), data[1:], path=path)
+    with pytest.raises(ValueError, match="model was"):
+        vp.hessian_eigenvalues(tiny(seed=1), data, path=path)
+    with pytest.raises(ValueError, match=r"config\.k was 5 and is now 4"):
+        vp.hessian_eigenvalues(tiny(), data, path=path, k=4)
+
+
+def test_proportions_of_a_spectrum():
+    ds = vp.hessian_eigenvalues(tiny(), batches(6))
+    values = ds.eigenvalue.values
+    assert ds.attrs["nep"] == pytest.approx((values < 0).mean())
+    assert ds.attrs["ape"] == pytest.approx(values[values > 0].mean())
+    # Means over batches by the t interval, where every batch has the same number of positive ones.
+    from vitprobe.probes.hessian import _proportions
+
+    spectra = np.random.default_rng(0).normal(10, 2, (40, 5)) + np.random.default_rng(1).normal(0, 1, (40, 1))
+    spectra[:, 4] = -1
+    said = _proportions(spectra)
+    per_batch = spectra[:, :4].mean(1)
+    half_width = 2.02 * per_batch.std(ddof=1) / 40**0.5
+    assert said["nep"] == said["nep_low"] == said["nep_high"] == 0.2
+    assert said["ape_high"] - said["ape_low"] == pytest.approx(2 * half_width, rel=0.15)
+    assert "nep" not in vp.hessian_eigenvalues(tiny(), batches(1), which="LA").attrs
+
+
+def test_batches_are_drawn_one_by_one():
+    drawn = []
+
+    def stream():
+        for batch in batches(3):
+            drawn.append(len(drawn))
+            yield batch
+
+    model = tiny()
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(len(drawn)))
+    vp.hessian_eigenvalues(model, stream())
+    assert seen[0] == 1 and set(seen) == {1, 2, 3}

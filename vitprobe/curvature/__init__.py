@@ -1,20 +1,42 @@
 """The loss as an operator: exact curvature products, the eigenvalues they give, directions to look along."""
 
-from vitprobe.curvature.directions import Normalisation, random_direction
+from vitprobe.curvature.directions import (
+    Checkpoint,
+    Directions,
+    Normalisation,
+    as_directions,
+    checkpoint_directions,
+    movable,
+    path_of,
+    principal_directions,
+    random_direction,
+    random_directions,
+)
 from vitprobe.curvature.lanczos import Eigenpairs, Lanczos, Which, eigenpairs, eigenpairs_together, inner, norm, order
-from vitprobe.curvature.loss import Loss, LossOperator
+from vitprobe.curvature.loss import Decay, Loss, LossOperator
+from vitprobe.curvature.stack import LossStack
 
 __all__ = [
+    "Checkpoint",
+    "Decay",
+    "Directions",
     "Eigenpairs",
     "Lanczos",
     "Loss",
     "LossOperator",
+    "LossStack",
     "Normalisation",
     "Which",
+    "as_directions",
+    "checkpoint_directions",
     "eigenpairs",
     "eigenpairs_together",
     "inner",
+    "movable",
     "norm",
     "order",
+    "path_of",
+    "principal_directions",
     "random_direction",
+    "random_directions",
 ]

@@ -227,7 +227,9 @@ def search(
     return found
 
 
-def eigenpairs(product: Callable[[Tensor], Tensor], start: Tensor, k: int, **options: Any) -> Eigenpairs:
+def eigenpairs(
+    product: Callable[[Tensor], Tensor], start: Tensor, k: int, *, seed: int = 0, **options: Any
+) -> Eigenpairs:
     """The k most wanted eigenvalues of a symmetric operator.
 
     Stops when the residuals of k Ritz pairs are within `tol` times the largest magnitude found of their values, and
@@ -238,21 +240,21 @@ def eigenpairs(product: Callable[[Tensor], Tensor], start: Tensor, k: int, **opt
         product: `(parameter,)` to `(parameter,)`.
         start: first direction; the gradient with noise in it saves a fifth of the products of noise alone.
         k: how many.
+        seed: of the random directions.
         **options: `which` are wanted, `"LM"` largest magnitude, `"LA"` largest, `"SA"` smallest, `"BE"` both ends in
             turn; `tol`, relative residual wanted (1e-3); `max_products`, to give up at (200), the pairs then say that
             they are not converged; `extra`, further pairs that have to settle (2); `second_start`, to search the
             complement of what was found from a random direction afterwards until nothing there is wanted more, which
-            finds second eigenvectors of the same eigenvalue at nearly the same cost again; `seed` of the random
-            directions.
+            finds second eigenvectors of the same eigenvalue at nearly the same cost again.
 
     Returns:
         The pairs, most wanted first.
     """
-    return eigenpairs_together(lambda vectors: product(vectors[0])[None], [start], k, **options)[0]
+    return eigenpairs_together(lambda vectors: product(vectors[0])[None], [start], k, seeds=[seed], **options)[0]
 
 
 def eigenpairs_together(
-    product: Callable[[Tensor], Tensor], starts: Sequence[Tensor], k: int, **options: Any
+    product: Callable[[Tensor], Tensor], starts: Sequence[Tensor], k: int, *, seeds: Sequence[int], **options: Any
 ) -> list[Eigenpairs]:
     """The same for several operators that are applied together, each to its own vector.
 
@@ -260,12 +262,13 @@ def eigenpairs_together(
         product: `(problem, parameter)` to the same shape; rows do not mix.
         starts: the first direction of each.
         k: how many eigenvalues of each.
+        seeds: of the random directions of each.
         **options: as in `eigenpairs`.
 
     Returns:
         The pairs of each.
     """
-    searches = [search(start, k, **options) for start in starts]
+    searches = [search(start, k, seed=seed, **options) for start, seed in zip(starts, seeds, strict=True)]
     found: list[Eigenpairs | None] = [None] * len(searches)
     wanted = [next(one) for one in searches]
     while None in found:

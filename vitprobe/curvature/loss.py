@@ -2,9 +2,10 @@
 
 import copy
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,53 +13,64 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitprobe.calling import evaluation_mode
+from vitprobe.curvature.lanczos import norm
+from vitprobe.names import unknown
 
 Loss = Callable[[Tensor, Any], Tensor]
 Product = Literal["hessian", "gauss_newton"]
+Decay = Literal["half_square", "sum_of_norms"]
+DECAYS = ("half_square", "sum_of_norms")
+BatchNorm = nn.modules.batchnorm._BatchNorm  # all of them, also over ranks; PyTorch has no public name for that
 
 
 class LossOperator:
     """The mean loss over fixed batches as a function of chosen parameters, flattened into one vector.
 
-    `L(w) = sum_b n_b L_b(w) / sum_b n_b + weight_decay / 2 * |w|^2`, batches weighted by their images, so that the
+    `L(w) = sum_b n_b L_b(w) / sum_b n_b + weight_decay * decay(w)`, batches weighted by their images, so that the
     operator of several batches is that of their union. The model is in evaluation mode while it is evaluated
     (batch norm in training mode would make the loss of an image depend on the others), attention runs under the math
-    kernel (fused kernels have no second derivative), autocast is off; gradients, modes and flags are handed back as
-    they were.
+    kernel (fused kernels have no second derivative), autocast and TF32 are off; gradients, modes and flags are handed
+    back as they were.
 
     Args:
         model: the module, unwrapped.
-        batches: what `forward` takes; kept, and never drawn anew.
+        batches: what `forward` takes; gone through once for each product, and the same every time.
         forward: `forward(model, batch) -> (logits, targets)`.
         loss: `loss(logits, targets)`, a mean over the batch.
-        images: number of images of a batch.
+        images: gives the number of images of a batch.
         parameters: glob patterns of parameter names; trainable parameters that match are the variables.
-        weight_decay: coefficient of `|w|^2 / 2`, which shifts every eigenvalue of the Hessian by as much.
+        weight_decay: coefficient of the decay term.
+        decay: `"half_square"`: `|w|^2 / 2`, which shifts every eigenvalue of the Hessian by the coefficient;
+            `"sum_of_norms"`: the sum over tensors of their lengths, unsquared, as Park & Kim's code adds it up.
         dtype: `torch.float64` computes on a copy in double precision; `None` keeps the model's own.
 
     Raises:
-        ValueError: if no parameter matches, there are no batches, or the loss is not finite or not deterministic.
+        ValueError: if no parameter matches, there are no batches, the loss is not finite or not the same twice, batch
+            norm would take its statistics from the batch, or the sum of norms has no derivative.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        batches: Sequence[Any],
+        batches: Iterable[Any],
         *,
         forward: Callable[[nn.Module, Any], tuple[Tensor, Any]],
         images: Callable[[Any], int],
         loss: Loss = F.cross_entropy,
         parameters: str | Sequence[str] = "*",
         weight_decay: float = 0.0,
+        decay: Decay = "half_square",
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not batches:
-            raise ValueError("a loss needs at least one batch.")
+        if decay not in DECAYS:
+            raise unknown("decay", decay, DECAYS)
+        _refuse_batch_statistics(model)
         self.model = model if dtype is None else copy.deepcopy(model).to(dtype)
-        self.batches = list(batches)
+        self.batches = batches
         self.forward = forward
         self.loss = loss
         self.weight_decay = weight_decay
+        self.decay = decay
         patterns = [parameters] if isinstance(parameters, str) else list(parameters)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         chosen = {name: p for name, p in named.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
@@ -67,10 +79,15 @@ class LossOperator:
         self.names = list(chosen)
         self.parameters = list(chosen.values())
         self.size = sum(p.numel() for p in self.parameters)
-        weights = [images(batch) for batch in self.batches]
-        self.shares = [weight / sum(weights) for weight in weights]
+        self.images = [images(batch) for batch in batches]
+        if not self.images:
+            raise ValueError("a loss needs at least one batch.")
+        self.shares = [count / sum(self.images) for count in self.images]
         self.products = 0
         self._graph: tuple[Tensor, list[Tensor]] | None = None
+        self._repeatable = False
+        if weight_decay and decay == "sum_of_norms":
+            self._refuse_zeros()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,17 +105,24 @@ class LossOperator:
 
     def value(self) -> float:
         """The loss at the parameters."""
-        with self._quiet(), torch.no_grad():
-            total = sum(share * self._batch_loss(b).double() for b, share in enumerate(self.shares))
-        return float(total) + self._decay()
+        if self._graph is not None:
+            return self._graph[0].item() + self.decay_value()
+        total = 0.0
+        for b, batch, share in self._parts():
+            with self.quiet(), torch.no_grad():
+                total += share * self._batch_loss(b, batch).item()
+        return total + self.decay_value()
 
     def gradient(self) -> Tensor:
         """The gradient of the loss `(parameter,)`."""
-        total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        for b, share in enumerate(self.shares):
-            with self._quiet():
-                total.add_(self._flatten(self._gradients(self._batch_loss(b))), alpha=share)
-        return total.add_(self.point(), alpha=self.weight_decay)
+        total = self.decay_gradient()
+        for b, batch, share in self._parts():
+            with self.quiet():
+                # With a single batch a product will want the graph anyway.
+                single = len(self.shares) == 1
+                slopes = self._linearised(b, batch) if single else self._gradients(self._batch_loss(b, batch))
+                total.add_(self._flatten(slopes), alpha=share)
+        return total
 
     def product(self, vectors: Tensor, *, of: Product = "hessian") -> Tensor:
         """Curvature times vectors, exact to rounding: `(parameter,)` or `(parameter, vector)` to the same shape.
@@ -115,19 +139,24 @@ class LossOperator:
             The products.
         """
         columns = vectors[:, None] if vectors.ndim == 1 else vectors
-        result = columns * self.weight_decay
-        for b, share in enumerate(self.shares):
-            with self._quiet():
-                for i, part in enumerate(self._batch_products(b, columns, of)):
+        result = self.decay_product(columns)
+        for b, batch, share in self._parts():
+            with self.quiet():
+                for i, part in enumerate(self._batch_products(b, batch, columns, of)):
                     result[:, i].add_(part, alpha=share)
         self.products += columns.shape[1]
         return result[:, 0] if vectors.ndim == 1 else result
 
-    def _batch_products(self, b: int, columns: Tensor, of: Product) -> Iterator[Tensor]:
+    def _parts(self) -> Iterator[tuple[int, Any, float]]:
+        """Number, batch and share of each batch."""
+        for b, (batch, share) in enumerate(zip(self.batches, self.shares, strict=True)):
+            yield b, batch, share
+
+    def _batch_products(self, b: int, batch: Any, columns: Tensor, of: Product) -> Iterator[Tensor]:
         if of == "gauss_newton":
-            yield from self._gauss_newton(b, columns)
+            yield from self._gauss_newton(batch, columns)
             return
-        gradients = self._linearised(b)
+        gradients = self._linearised(b, batch)
         for column in columns.T:
             parts = torch.autograd.grad(
                 gradients,
@@ -139,19 +168,19 @@ class LossOperator:
             )
             yield self._flatten(parts)
 
-    def _linearised(self, b: int) -> list[Tensor]:
+    def _linearised(self, b: int, batch: Any) -> list[Tensor]:
         """The gradient of one batch with its graph."""
         if self._graph is not None:
             return self._graph[1]
-        loss = self._batch_loss(b)
+        loss = self._batch_loss(b, batch)
         gradients = self._gradients(loss, create_graph=True)
-        if len(self.batches) == 1:
+        if len(self.shares) == 1:
             self._graph = (loss, gradients)
         return gradients
 
-    def _gauss_newton(self, b: int, columns: Tensor) -> Iterator[Tensor]:
+    def _gauss_newton(self, batch: Any, columns: Tensor) -> Iterator[Tensor]:
         """J^T H_loss J v, where J is the Jacobian of the logits."""
-        logits, targets = self.forward(self.model, self.batches[b])
+        logits, targets = self.forward(self.model, batch)
         inner = logits.detach().requires_grad_()
         slope = torch.autograd.grad(self.loss(inner, targets), inner, create_graph=True)[0]
         # Double-backward trick: the transposed product J^T u is linear in a dummy u, and its derivative is J v.
@@ -167,14 +196,73 @@ class LossOperator:
             )
             yield self._flatten(parts)
 
-    def _batch_loss(self, b: int) -> Tensor:
-        logits, targets = self.forward(self.model, self.batches[b])
-        loss = self.loss(logits, targets)
+    def decay_value(self) -> float:
+        """The decay term."""
+        lengths = [norm(p.detach().flatten()) for p in self.parameters]
+        squared = self.decay == "half_square"
+        return self.weight_decay * sum(0.5 * length**2 if squared else length for length in lengths)
+
+    def decay_gradient(self) -> Tensor:
+        """Gradient of the decay term `(parameter,)`."""
+        if self.decay == "half_square" or not self.weight_decay:
+            return self.point() * self.weight_decay
+        return self._flatten(p / norm(p.detach().flatten()) for p in self.parameters) * self.weight_decay
+
+    def decay_product(self, columns: Tensor) -> Tensor:
+        """Hessian of the decay term times vectors `(parameter, vector)`, new memory."""
+        result = columns * self.weight_decay
+        if self.decay == "half_square" or not self.weight_decay:
+            return result
+        # The length of a tensor p curves by (1 - p p' / |p|^2) / |p|.
+        for rows, p in zip(result.split([p.numel() for p in self.parameters]), self.parameters, strict=True):
+            length = norm(p.detach().flatten())
+            unit = p.detach().flatten() / length
+            rows.sub_(unit.outer(unit @ rows)).div_(length)
+        return result
+
+    def _refuse_zeros(self) -> None:
+        zeros = [name for name, p in zip(self.names, self.parameters, strict=True) if not p.detach().any()]
+        if zeros:
+            raise ValueError(
+                f"decay='sum_of_norms' has no derivative where a whole tensor is zero: {', '.join(zeros)}. Choose "
+                "other parameters=, or decay='half_square'."
+            )
+
+    def _batch_loss(self, b: int, batch: Any) -> Tensor:
+        loss = self.loss(*self.forward(self.model, batch))
         if loss.ndim:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: give one that returns the mean over the batch.")
-        if not torch.isfinite(loss.detach()):
-            raise ValueError(f"the loss of batch {b} is {loss.item()}: curvature there means nothing.")
+        require_finite(b, loss.item())
+        self.require_repeatable(b, batch, loss.item())
         return loss
+
+    def require_repeatable(self, b: int, batch: Any, first: float) -> None:
+        """Refuse a loss that is no function of the parameters; asked once, for one more forward pass.
+
+        Args:
+            b: number of the batch.
+            batch: the batch.
+            first: its loss.
+
+        Raises:
+            ValueError: if the loss is another when computed again, or batch norm is in training mode.
+        """
+        if self._repeatable:
+            return
+        with torch.no_grad():
+            second = self.loss(*self.forward(self.model, batch)).item()
+        if abs(first - second) > 1e-4 * max(abs(first), 1e-4):
+            raise ValueError(
+                f"the loss of batch {b} is {first:.6g} at first and {second:.6g} when computed again: the model draws "
+                "random numbers in evaluation mode (dropout called with training=True?), or forward draws new data."
+            )
+        training = [n for n, m in self.model.named_modules() if isinstance(m, BatchNorm) and m.training]
+        if training:
+            raise ValueError(
+                f"forward puts batch norm in training mode ({training[0]}), where the loss of an image depends on the "
+                "others of its batch: leave the model in evaluation mode."
+            )
+        self._repeatable = True
 
     def _gradients(self, loss: Tensor, *, create_graph: bool = False) -> list[Tensor]:
         return list(
@@ -182,9 +270,6 @@ class LossOperator:
                 loss, self.parameters, create_graph=create_graph, allow_unused=True, materialize_grads=True
             )
         )
-
-    def _decay(self) -> float:
-        return 0.5 * self.weight_decay * float(self.point().double().square().sum())
 
     def _flatten(self, parts: Iterable[Tensor]) -> Tensor:
         return torch.cat([part.detach().reshape(-1) for part in parts])
@@ -194,8 +279,8 @@ class LossOperator:
         return [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """Evaluation mode, the math kernel, no autocast, other parameters frozen; all restored on any exit."""
+    def quiet(self) -> Iterator[None]:
+        """Evaluation mode, the math kernel, no autocast, other parameters frozen, and random numbers put back."""
         flags = {p: p.requires_grad for p in self.model.parameters()}
         try:
             for p in flags:
@@ -203,12 +288,47 @@ class LossOperator:
             for p in self.parameters:
                 p.requires_grad_(True)
             with (
+                torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
                 evaluation_mode(self.model),
                 torch.enable_grad(),
                 sdpa_kernel(SDPBackend.MATH),
                 torch.autocast(self.device.type, enabled=False),
+                _ieee_float32(),
             ):
                 yield
         finally:
             for p, flag in flags.items():
                 p.requires_grad_(flag)
+
+
+def require_finite(b: int, loss: float) -> None:
+    """Refuse a loss that is not a number, by the number of its batch."""
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss of batch {b} is {loss}: curvature there means nothing.")
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, BatchNorm) and module.running_mean is None:
+            raise ValueError(
+                f"{name} is a batch norm without running statistics, which takes those of the batch also in evaluation "
+                "mode: the loss of an image then depends on the others, and a mean over batches means nothing. Build "
+                "it with track_running_stats=True."
+            )
+
+
+@contextmanager
+def _ieee_float32() -> Iterator[None]:
+    """Whole float32 products on a GPU: TF32 keeps ten bits of them."""
+    cudnn: Any = torch.backends.cudnn
+    kinds, name, value = [torch.backends.cuda.matmul, cudnn], "allow_tf32", cast(Any, False)
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # since PyTorch 2.9, and not to be mixed with the other
+        kinds, name, value = [torch.backends.cuda.matmul, cudnn.conv], "fp32_precision", "ieee"
+    before = [getattr(kind, name) for kind in kinds]
+    try:
+        for kind in kinds:
+            setattr(kind, name, value)
+        yield
+    finally:
+        for kind, old in zip(kinds, before, strict=True):
+            setattr(kind, name, old)

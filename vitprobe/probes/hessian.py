@@ -2,8 +2,10 @@
 
 import copy
 import importlib
+import itertools
+import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 from unittest import mock
 
@@ -16,15 +18,41 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from vitprobe.calling import images_of, unwrap
-from vitprobe.curvature import Eigenpairs, Loss, LossOperator, Which, eigenpairs, norm, order
+from vitprobe.curvature import (
+    Decay,
+    Eigenpairs,
+    Loss,
+    LossOperator,
+    LossStack,
+    Which,
+    eigenpairs,
+    eigenpairs_together,
+    norm,
+    order,
+)
+from vitprobe.intervals import bootstrap_interval
 from vitprobe.names import unknown
-from vitprobe.probes.objective import keep, objective, targets_of
+from vitprobe.probes.growing import Growing, fingerprint
+from vitprobe.probes.objective import drawn, objective, targets_of
 from vitprobe.results import provenance
 from vitprobe.seeds import derive_seed
 
 Method = Literal["lanczos", "power"]
 TITLE = "Hessian eigenvalues"
 REFERENCES = "Park & Kim 2022, arXiv:2202.06709, Fig. 4; Yao et al. 2020, PyHessian, arXiv:1912.07145"
+_CHOICES = {"which": ("LM", "LA", "SA", "BE"), "per": ("batch", "dataset"), "method": ("lanczos", "power")}
+
+_BOTH, _BATCH = ("batch", "rank"), ("batch",)
+_VARIABLES = {
+    "eigenvalue": (_BOTH, "eigenvalue of the loss's Hessian", "nats"),
+    "residual": (_BOTH, "length of H v - eigenvalue v", "nats"),
+    "converged": (_BOTH, "1 if the relative residual is within tol", "1"),
+    "products": (_BATCH, "Hessian-vector products", "1"),
+    "loss": (_BATCH, "mean loss, decay included", "nats"),
+    "gradient_norm": (_BATCH, "length of the gradient", "nats"),
+    "images": (_BATCH, "images in the mean", "1"),
+}
+Row = Mapping[str, Any]
 
 
 def hessian_eigenvalues(
@@ -38,11 +66,14 @@ def hessian_eigenvalues(
     tol: float = 1e-3,
     max_products: int = 200,
     second_start: bool = False,
+    stack: int = 1,
     loss: Loss = F.cross_entropy,
     weight_decay: float = 0.0,
+    decay: Decay = "half_square",
     parameters: str | Sequence[str] = "*",
     dtype: torch.dtype | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    path: str | os.PathLike[str] | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -56,6 +87,7 @@ def hessian_eigenvalues(
     Args:
         model: any eager PyTorch model, also wrapped.
         batches: `(images, labels)` tuples, or mappings with `labels`; labels may be class numbers or probabilities.
+            With `per="batch"` they are drawn one by one; with `per="dataset"` held where the model is.
         k: how many eigenvalues.
         which: `"LM"` largest magnitude (the paper's), `"LA"` largest, `"SA"` smallest, `"BE"` both ends in turn.
         per: what one Hessian is of.
@@ -66,96 +98,160 @@ def hessian_eigenvalues(
         max_products: Hessian-vector products to spend at most on one Hessian (`"lanczos"`).
         second_start: search the complement from a random direction afterwards, for second eigenvectors of the same
             eigenvalue and anything missed, at nearly the same cost again (`"lanczos"`).
+        stack: batches of one shape that are solved in one vectorised pass (`per="batch"`), with a copy of the
+            weights for each: for batches too small to fill a GPU. On a CPU it pays for small transformers only.
         loss: `loss(logits, targets)`, a mean over the batch.
-        weight_decay: coefficient of `|w|^2 / 2` in the loss; shifts every eigenvalue by as much.
+        weight_decay: coefficient of the decay term in the loss; 0 leaves it out.
+        decay: `"half_square"`, `|w|^2 / 2`, which shifts every eigenvalue by the coefficient; or `"sum_of_norms"`,
+            the sum over tensors of their unsquared lengths, as Park & Kim's code adds it up.
         parameters: glob patterns of parameter names; trainable ones that match are the variables.
         dtype: `torch.float64` computes on a copy in double precision.
         forward: `forward(model, batch)` that returns the logits, for models that are called in another way.
+        path: a netCDF file that grows with every batch. The same call goes on where an interrupted one stopped; the
+            batches have to be the same again, which is checked.
         seed: of the starts.
         progress: whether a terminal shows a progress bar.
 
     Returns:
         `eigenvalue`, `residual` and `converged` (batch, rank); `products`, `loss`, `gradient_norm` and `images`
-        (batch).
+        (batch). For spectra of batches (`which="LM"`) the attributes hold the paper's negative eigenvalue proportion
+        and average positive eigenvalue, `nep` and `ape`, with 95 % intervals by bootstrap over batches, `nep_low` to
+        `ape_high`.
 
     Raises:
-        ValueError: if there are no batches or no labels, an option is unknown, or the loss is not finite.
+        ValueError: if there are no batches or no labels, an option is unknown, the loss is not finite or not the same
+            twice, batch norm would use the batch's statistics, or the file holds another measurement.
     """
-    if which not in ("LM", "LA", "SA", "BE"):
-        raise unknown("which", which, ("LM", "LA", "SA", "BE"))
-    if per not in ("batch", "dataset"):
-        raise unknown("per", per, ("batch", "dataset"))
-    if method not in ("lanczos", "power"):
-        raise unknown("method", method, ("lanczos", "power"))
-    if k < 1:
-        raise ValueError(f"k={k}: ask for at least one eigenvalue.")
-    if method == "power" and (which != "LM" or weight_decay or parameters != "*" or dtype is not None):
+    for name, given in {"which": which, "per": per, "method": method}.items():
+        if given not in _CHOICES[name]:
+            raise unknown(name, given, _CHOICES[name])
+    if k < 1 or stack < 1:
+        raise ValueError(f"k={k} and stack={stack}: both have to be at least 1.")
+    settled = which == "LM" and per == "batch" and not weight_decay and parameters == "*" and dtype is None
+    if method == "power" and not settled:
         raise ValueError(
-            "method='power' is the published protocol: which='LM', all parameters, no weight_decay, the model's dtype."
+            "method='power' is the published protocol, one batch at a time: which='LM', per='batch', all parameters, "
+            "no weight_decay, the model's dtype."
         )
+    if stack > 1 and (method == "power" or per == "dataset"):
+        raise ValueError(f"stack={stack} solves batches together: use method='lanczos' and per='batch'.")
     bare = unwrap(model)
     if dtype is not None:
         bare = copy.deepcopy(bare).to(dtype)  # once, not for every batch
-    kept = keep(batches, bare)
-    problems = [[batch] for batch in kept] if per == "batch" else [kept]
-    rows: list[dict[str, Any]] = []
-    for number, problem in enumerate(tqdm(problems, desc="hessian", unit=per, disable=None if progress else True)):
-        operator = objective(
-            bare,
-            problem,
-            loss=loss,
-            weight_decay=weight_decay,
-            parameters=parameters,
-            forward=forward,
+    config = {
+        "probe": "hessian_eigenvalues",
+        "k": k,
+        "which": which,
+        "per": per,
+        "method": method,
+        "tol": tol,
+        "max_products": max_products,
+        "second_start": second_start,
+        "loss": loss,
+        "weight_decay": weight_decay,
+        "decay": decay,
+        "parameters": parameters,
+        "dtype": str(dtype or next(bare.parameters()).dtype),
+        "stack": stack,
+        "seed": seed,
+    }
+    options = {"which": which, "tol": tol, "max_products": max_products, "second_start": second_start}
+
+    def build(group: Sequence[Any]) -> LossOperator:
+        return objective(
+            bare, group, loss=loss, weight_decay=weight_decay, decay=decay, parameters=parameters, forward=forward
         )
-        gradient = operator.gradient()
-        start = _start(gradient, derive_seed(seed, "lanczos", number))
-        if method == "lanczos":
-            pairs = eigenpairs(
-                operator.product,
-                start,
-                k,
-                which=which,
-                tol=tol,
-                max_products=max_products,
-                second_start=second_start,
-                seed=derive_seed(seed, "directions", number),
-            )
-        else:
-            pairs = _power(operator, k, tol, derive_seed(seed, "power", number))
-        rows.append({
-            "pairs": pairs,
-            "loss": operator.value(),
-            "gradient_norm": norm(gradient),
-            "images": sum(len(images_of(batch)) for batch in problem),
-        })
-    unsettled = sum(int((~row["pairs"].converged).sum()) for row in rows)
+
+    rows: list[Row] = []
+    total = len(batches) if isinstance(batches, Sized) and per == "batch" and not isinstance(batches, tuple) else None
+    with (
+        Growing(path, {"config": config, "model": fingerprint(bare)}, lambda: _dataset(rows, bare, config)) as file,
+        tqdm(total=total, desc="hessian", unit=per, disable=None if progress else True) as bar,
+    ):
+        known = [] if file.found is None else _rows(file.found)
+        for group in _groups(drawn(batches, bare), stack, per):
+            if rest := _not_known(group, known, rows, bar):
+                rows += _solve(build(rest), k, per, method, options, seed, len(rows))
+                bar.update(len(rows) - bar.n)
+                file.tick()
+    ds = _dataset(rows, bare, config)
+    assert ds is not None
+    unsettled = ds.converged.size - int(ds.converged.sum())
     if unsettled:
-        total = sum(len(row["pairs"].converged) for row in rows)
         warnings.warn(
-            f"{unsettled} of {total} eigenvalues are not converged to a relative residual of {tol:g}; see `residual` "
-            "and `converged`" + ("" if method == "power" else ", or allow more than max_products") + ".",
+            f"{unsettled} of {ds.converged.size} eigenvalues are not converged to a relative residual of {tol:g}; see "
+            "`residual` and `converged`" + ("" if method == "power" else ", or allow more than max_products") + ".",
             stacklevel=2,
         )
-    return _dataset(
-        rows,
-        bare,
-        config={
-            "probe": "hessian_eigenvalues",
-            "k": k,
-            "which": which,
-            "per": per,
-            "method": method,
-            "tol": tol,
-            "max_products": max_products,
-            "second_start": second_start,
-            "loss": loss,
-            "weight_decay": weight_decay,
-            "parameters": parameters,
-            "dtype": str(dtype or next(bare.parameters()).dtype),
-        },
-        seed=seed,
-    )
+    return ds
+
+
+def _groups(batches: Iterator[Any], stack: int, per: str) -> Iterator[list[Any]]:
+    """What is solved at once: all batches together, or up to so many of one shape."""
+    if per == "dataset":
+        yield list(batches)
+        return
+    for _, alike in itertools.groupby(batches, key=lambda batch: images_of(batch).shape):
+        while group := list(itertools.islice(alike, stack)):
+            yield group
+
+
+def _not_known(group: list[Any], known: list[Row], rows: list[Row], bar: "tqdm[Any]") -> list[Any]:
+    """The batches of a group that no earlier call has solved; the rows of the others are taken over."""
+    rest = list(group)
+    while rest and len(rows) < len(known):
+        row = known[len(rows)]
+        part = rest[:1] if row["images"] == len(images_of(rest[0])) else rest
+        if fingerprint(part) != row["fingerprint"]:
+            raise ValueError(
+                f"batch {len(rows)} is not the one that the file has results of: to go on, give the same batches in "
+                "the same order (no shuffling without a fixed seed), or another path=."
+            )
+        rows.append(row)
+        bar.update()
+        rest = rest[len(part) :]
+    return rest
+
+
+def _solve(
+    operator: LossOperator, k: int, per: str, method: Method, options: Mapping[str, Any], seed: int, first: int
+) -> list[Row]:
+    """The rows of an operator's batches apart, or of all together; `first` is the number of the first row."""
+    batches = list(operator.batches)
+    count = len(batches) if per == "batch" else 1
+    starts = [derive_seed(seed, "lanczos", first + i) for i in range(count)]
+    seeds = [derive_seed(seed, "directions", first + i) for i in range(count)]
+    if count > 1:
+        stack = LossStack(operator)
+        gradients, losses = stack.gradients, stack.losses.tolist()
+        begin = [_start(gradient, start) for gradient, start in zip(gradients, starts, strict=True)]
+        found = eigenpairs_together(stack.product, begin, k, seeds=seeds, **options)
+        return [_row([batch], *result) for batch, *result in zip(batches, found, gradients, losses, strict=True)]
+    gradient = operator.gradient()
+    if method == "power":
+        pairs = _power(operator, k, options["tol"], derive_seed(seed, "power", first))
+    else:
+        pairs = eigenpairs(operator.product, _start(gradient, starts[0]), k, seed=seeds[0], **options)
+    return [_row(batches, pairs, gradient, operator.value())]
+
+
+def _row(batches: Sequence[Any], pairs: Eigenpairs, gradient: Tensor, loss: float) -> Row:
+    return {
+        "eigenvalue": pairs.values,
+        "residual": pairs.residuals,
+        "converged": pairs.converged.astype(np.int8),
+        "products": pairs.products,
+        "loss": loss,
+        "gradient_norm": norm(gradient),
+        "images": sum(len(images_of(batch)) for batch in batches),
+        "fingerprint": fingerprint(batches),
+    }
+
+
+def _rows(ds: xr.Dataset) -> list[Row]:
+    """The rows of a dataset that `_dataset` made."""
+    arrays = {name: ds[name].values for name in [*_VARIABLES, "fingerprint"]}
+    return [{name: array[b] for name, array in arrays.items()} for b in range(ds.sizes["batch"])]
 
 
 def _start(gradient: Tensor, seed: int) -> Tensor:
@@ -168,10 +264,8 @@ def _start(gradient: Tensor, seed: int) -> Tensor:
 
 def _power(operator: LossOperator, k: int, tol: float, seed: int) -> Eigenpairs:
     """PyHessian at its own defaults, on a copy, because it leaves the mode and the gradients changed."""
-    if len(operator.batches) > 1:
-        raise ValueError("method='power' knows one batch at a time: use per='batch'.")
     pyhessian = importlib.import_module("pyhessian.hessian")  # the package has a class of its module's name
-    batch = operator.batches[0]
+    (batch,) = operator.batches
     caller = _OneBatch(copy.deepcopy(operator.model), operator.forward, batch)
     with (
         torch.random.fork_rng(),
@@ -211,40 +305,26 @@ class _OneBatch(nn.Module):
         return self.call(self.model, self.batch)[0]
 
 
-def _dataset(
-    rows: Sequence[Mapping[str, Any]], model: nn.Module, *, config: Mapping[str, Any], seed: int
-) -> xr.Dataset:
-    def variable(dims: tuple[str, ...], values: Any, long_name: str, units: str) -> tuple[Any, ...]:
-        return dims, np.asarray(values), {"long_name": long_name, "units": units}
-
-    pairs = [row["pairs"] for row in rows]
-    both, batch = ("batch", "rank"), ("batch",)
-    return xr.Dataset(
+def _dataset(rows: Sequence[Row], model: nn.Module, config: Mapping[str, Any]) -> xr.Dataset | None:
+    if not rows:
+        return None
+    ranks = len(rows[0]["eigenvalue"])
+    ds = xr.Dataset(
         {
-            "eigenvalue": variable(both, [p.values for p in pairs], "eigenvalue of the loss's Hessian", "nats"),
-            "residual": variable(both, [p.residuals for p in pairs], "length of H v - eigenvalue v", "nats"),
-            "converged": variable(
-                both, [p.converged.astype(np.int8) for p in pairs], "1 if the relative residual is within tol", "1"
-            ),
-            "products": variable(batch, [p.products for p in pairs], "Hessian-vector products", "1"),
-            "loss": variable(batch, [row["loss"] for row in rows], "mean loss", "nats"),
-            "gradient_norm": variable(batch, [row["gradient_norm"] for row in rows], "length of the gradient", "nats"),
-            "images": variable(batch, [row["images"] for row in rows], "images in the mean", "1"),
+            name: (dims, np.asarray([row[name] for row in rows]), {"long_name": long_name, "units": units})
+            for name, (dims, long_name, units) in _VARIABLES.items()
         },
         coords={
             "batch": ("batch", np.arange(len(rows)), {"long_name": "batch, or 0 for all together", "units": "1"}),
-            "rank": (
-                "rank",
-                np.arange(len(pairs[0].values)),
-                {"long_name": "place in the order of which", "units": "1"},
-            ),
+            "rank": ("rank", np.arange(ranks), {"long_name": "place in the order of which", "units": "1"}),
+            "fingerprint": ("batch", [str(row["fingerprint"]) for row in rows], {"long_name": "hash of the batch"}),
         },
         attrs=provenance(
             title=TITLE,
             references=REFERENCES,
             config=dict(config),
             device=next(model.parameters()).device,
-            seed=seed,
+            seed=config["seed"],
             probe="hessian_eigenvalues",
             method=config["method"],
             which=config["which"],
@@ -253,3 +333,23 @@ def _dataset(
             parameters=sum(p.numel() for p in model.parameters()),
         ),
     )
+    spectra = config["which"] == "LM" and config["per"] == "batch"
+    return ds.assign_attrs(_proportions(ds.eigenvalue.values)) if spectra else ds
+
+
+def _proportions(spectra: np.ndarray) -> dict[str, float]:
+    """NEP and APE of spectra `(batch, rank)`, from the eigenvalues themselves and not from a smoothed density."""
+
+    def nep(spectra: np.ndarray) -> float:
+        return float((spectra < 0).mean())
+
+    def ape(spectra: np.ndarray) -> float:
+        positive = spectra[spectra > 0]
+        return float(positive.mean()) if positive.size else 0.0
+
+    said: dict[str, float] = {}
+    for statistic in (nep, ape):
+        # Batches are independent, the eigenvalues of one are not.
+        value, low, high = bootstrap_interval(spectra, statistic, seed=0, resamples=2000)
+        said |= {statistic.__name__: value, f"{statistic.__name__}_low": low, f"{statistic.__name__}_high": high}
+    return said

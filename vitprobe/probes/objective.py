@@ -1,6 +1,6 @@
 """The loss that curvature probes look at: any model, any batches, as one operator."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitprobe.calling import as_batches, default_forward, images_of, logits_of, to_model
-from vitprobe.curvature import Loss, LossOperator
+from vitprobe.curvature import Decay, Loss, LossOperator
+
+
+def drawn(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
+    """The batches one by one, each on the device and in the dtype of the model; an error if there are none.
+
+    Args:
+        batches: what the user gave.
+        model: the module, unwrapped.
+
+    Yields:
+        The batches.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    empty = True
+    for batch in as_batches(batches):
+        empty = False
+        yield to_model(batch, model)
+    if empty:
+        raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
 
 
 def keep(batches: Iterable[Any], model: nn.Module, dtype: torch.dtype | None = None) -> list[Any]:
@@ -25,9 +46,7 @@ def keep(batches: Iterable[Any], model: nn.Module, dtype: torch.dtype | None = N
     Raises:
         ValueError: if there are none.
     """
-    kept = [to_model(batch, model) for batch in as_batches(batches)]
-    if not kept:
-        raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
+    kept = list(drawn(batches, model))
     return kept if dtype is None else [_cast(batch, dtype) for batch in kept]
 
 
@@ -37,6 +56,7 @@ def objective(
     *,
     loss: Loss = F.cross_entropy,
     weight_decay: float = 0.0,
+    decay: Decay = "half_square",
     parameters: str | Sequence[str] = "*",
     dtype: torch.dtype | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -47,7 +67,8 @@ def objective(
         model: the module, unwrapped.
         batches: from `keep`.
         loss: `loss(logits, targets)`, a mean over the batch.
-        weight_decay: coefficient of `|w|^2 / 2`.
+        weight_decay: coefficient of the decay term.
+        decay: which term, see `LossOperator`.
         parameters: glob patterns of parameter names.
         dtype: `torch.float64` computes on a copy in double precision.
         forward: `forward(model, batch)` for models that are called in another way.
@@ -64,6 +85,7 @@ def objective(
         loss=loss,
         parameters=parameters,
         weight_decay=weight_decay,
+        decay=decay,
         dtype=dtype,
     )
 
