@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         probe,
     )
     from vitprobe.results import load, save, stack_runs
-    from vitprobe.training import Evaluation, Recipe, evaluate, fit, load_weights
+    from vitprobe.training import Evaluation, Recipe, TrainingBatches, evaluate, fit, load_weights
 
 _ROOMS = {
     "data": ("ImageData", "Loader", "load_data"),
@@ -45,7 +45,7 @@ _ROOMS = {
         "probe",
     ),
     "results": ("load", "save", "stack_runs"),
-    "training": ("Evaluation", "Recipe", "evaluate", "fit", "load_weights"),
+    "training": ("Evaluation", "Recipe", "TrainingBatches", "evaluate", "fit", "load_weights"),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -58,6 +58,7 @@ __all__ = [
     "Loader",
     "Nonlocality",
     "Recipe",
+    "TrainingBatches",
     "create_model",
     "draw",
     "evaluate",

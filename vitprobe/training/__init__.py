@@ -1,5 +1,6 @@
 """A `Recipe` makes a trained model: `fit`, its schedule, mixing and checkpoints, and `evaluate`."""
 
+from vitprobe.training.batches import TrainingBatches
 from vitprobe.training.checkpoint import load_weights
 from vitprobe.training.evaluation import Evaluation, evaluate
 from vitprobe.training.loop import fit
@@ -10,6 +11,7 @@ from vitprobe.training.schedule import learning_rate
 __all__ = [
     "Evaluation",
     "Recipe",
+    "TrainingBatches",
     "evaluate",
     "fit",
     "learning_rate",
