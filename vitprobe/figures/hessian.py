@@ -1,45 +1,97 @@
 """Eigenvalues and spectral density of the loss's Hessian (Park & Kim 2022, Fig. 4; Ghorbani et al. 2019)."""
 
+import itertools
+
 import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.lines import Line2D
 
-from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, VERMILION, style
+from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, PALETTE, attribute, pretty, style
+from vitprobe.results import stack_runs
 
 POINTS = 1000  # abscissae of a smoothed density
+FEW = 8  # Hessians that are still told apart by rank
 
 
 def hessian_eigenvalues(ds: xr.Dataset) -> Figure:
-    """The largest eigenvalues of every batch by rank, and their histogram on each side of zero.
+    """The largest eigenvalues of every Hessian: by rank where they are few, as densities where they are many.
+
+    Each side of zero has a panel and a scale of its own, as published, and a density that does not leak over zero.
 
     Args:
-        ds: the dataset of `vitprobe.hessian_eigenvalues`.
+        ds: the dataset of `vitprobe.hessian_eigenvalues`, of one run or of stacked runs.
 
     Returns:
         The figure.
     """
-    values, errors = ds.eigenvalue.values, ds.residual.values
     with style():
-        figure = Figure(figsize=(PAGE_WIDTH, 2.4), layout="constrained")
-        by_rank, negative, positive = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
-        offsets = np.linspace(-0.25, 0.25, len(values)) if len(values) > 1 else np.zeros(1)
-        for row, error, offset in zip(values, errors, offsets, strict=True):
-            by_rank.errorbar(
-                ds["rank"].values + 1 + offset, row, yerr=error, fmt=".", color=BLUE, markersize=3, linewidth=0.7
-            )
-        by_rank.axhline(0, color=GREY, linewidth=0.6)
-        by_rank.set(xlabel=f"rank ({ds.attrs['which']})", ylabel="eigenvalue [nats]", xticks=ds["rank"].values + 1)
-        by_rank.set_title(f"{len(values)} Hessian{'s' * (len(values) > 1)}, bars: residuals")
-        flat = values.ravel()
-        for ax, side, color in ((negative, flat[flat < 0], VERMILION), (positive, flat[flat > 0], BLUE)):
-            word = "negative" if ax is negative else "positive"
-            ax.set(xlabel=f"{word} eigenvalues [nats]", ylabel="count")
-            ax.set_title(f"{len(side)} of {flat.size} {word}")
-            if len(side):
-                ax.hist(side, bins=np.histogram_bin_edges(side, bins="auto"), color=color)
-                ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+        if "run" not in ds.dims and ds.sizes["batch"] <= FEW:
+            return _by_rank(ds)
+        return _spectra(ds if "run" in ds.dims else stack_runs([ds]))
+
+
+def _by_rank(ds: xr.Dataset) -> Figure:
+    figure = Figure(figsize=(PAGE_WIDTH / 2, 2.4), layout="constrained")
+    ax = figure.subplots()
+    count = ds.sizes["batch"]
+    offsets = np.linspace(-0.25, 0.25, count) if count > 1 else np.zeros(1)
+    for row, error, offset in zip(ds.eigenvalue.values, ds.residual.values, offsets, strict=True):
+        ax.errorbar(ds["rank"].values + 1 + offset, row, yerr=error, fmt=".", color=BLUE, markersize=3, linewidth=0.7)
+    ax.axhline(0, color=GREY, linewidth=0.6)
+    ax.set(xlabel=f"rank ({ds.attrs['which']})", ylabel="eigenvalue [nats]", xticks=ds["rank"].values + 1)
+    ax.set_title(f"{count} Hessian{'s' * (count > 1)}, bars: residuals")
     return figure
+
+
+def _spectra(ds: xr.Dataset) -> Figure:
+    figure = Figure(figsize=(PAGE_WIDTH, 2.8), layout="constrained")
+    sides = dict(zip((-1, 1), figure.subplots(1, 2), strict=True))
+    names = np.array([str(n) for n in ds["model"].values] if "model" in ds.coords else [""] * ds.sizes["run"])
+    runs = {name: ds.isel(run=np.flatnonzero(names == name)) for name in dict.fromkeys(names)}
+    handles = []
+    for (name, of_model), color in zip(runs.items(), itertools.cycle(PALETTE), strict=False):
+        values = of_model.eigenvalue.values.ravel()
+        values = values[np.isfinite(values)]
+        for sign, ax in sides.items():
+            side = values[sign * values > 0]
+            if not len(side):
+                continue
+            counts, edges = np.histogram(side, bins="auto")
+            # Of all values, so that the areas of both sides are one: a side's area is its share.
+            ax.stairs(counts / (len(values) * np.diff(edges)), edges, color=color, linewidth=1.0)
+            ax.stairs(counts / (len(values) * np.diff(edges)), edges, color=color, alpha=0.15, fill=True)
+        handles.append(Line2D([], [], color=color, label=_proportions(of_model, name)))
+    for sign, ax in sides.items():
+        ax.set(xlabel=f"{'negative' if sign < 0 else 'positive'} eigenvalues [nats]", ylabel="density [1/nats]")
+        ax.set_ylim(bottom=0)
+        if sign < 0:
+            ax.set_xlim(right=0)
+        else:
+            ax.set_xlim(left=0)
+    figure.legend(handles=handles, loc="outside lower center", ncols=1)
+    ranks = ds.sizes["rank"]
+    figure.suptitle(
+        f"{ranks} eigenvalue{'s' * (ranks > 1)} ({ds.attrs['which']}) of each batch; areas are shares", size=8
+    )
+    return figure
+
+
+def _proportions(runs: xr.Dataset, name: str) -> str:
+    """A model's name with its NEP and APE."""
+    said = [pretty(name)] if name else []
+    for statistic, digits, unit in (("nep", 3, ""), ("ape", 4, " nats")):
+        values = np.ravel(attribute(runs, statistic))
+        if not np.isfinite(values).all():
+            continue
+        text = f"{statistic.upper()} {values.mean():.{digits}g}"
+        if len(values) > 1:
+            text += f" ± {values.std(ddof=1):.2g} (s.d. of {len(values)} seeds)"
+        else:
+            low, high = (float(np.ravel(attribute(runs, f"{statistic}_{end}"))[0]) for end in ("low", "high"))
+            text += f" [{low:.{digits}g}, {high:.{digits}g}]"
+        said.append(text + unit)
+    return ",  ".join(said) or "eigenvalues"
 
 
 def hessian_density(ds: xr.Dataset) -> Figure:

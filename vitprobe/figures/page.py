@@ -19,6 +19,7 @@ from vitprobe.results import replacing, stack_runs
 PAGE_WIDTH = 7.0  # inches, both columns of a paper
 # Okabe & Ito's colours, told apart by colour-blind readers.
 BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "#4D4D4D"
+PALETTE = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 THIN_LINES = "Thin lines: single seeds."
 SINGLE_RUN = "Band of a single run: standard error over images."
@@ -99,12 +100,25 @@ def models(ds: xr.Dataset) -> list[Model]:
 
 
 def _title(name: str, runs: xr.Dataset) -> str:
-    accuracy = np.asarray(runs["accuracy"] if "accuracy" in runs.coords else runs.attrs.get("accuracy", math.nan))
+    accuracy = attribute(runs, "accuracy")
     accuracy = accuracy[np.isfinite(accuracy)]
     if not accuracy.size:
         return pretty(name)
     spread = f" ± {accuracy.std(ddof=1):.1f}" if accuracy.size > 1 else ""
     return f"{pretty(name)}, {accuracy.mean():.1f}{spread} %"
+
+
+def attribute(runs: xr.Dataset, name: str) -> np.ndarray:
+    """What is an attribute of a single run, and a coordinate where stacked runs differ in it.
+
+    Args:
+        runs: the dataset.
+        name: of the attribute.
+
+    Returns:
+        The numbers, one per run or one for all; not-a-number where there are none.
+    """
+    return np.asarray(runs[name] if name in runs.coords else runs.attrs.get(name, math.nan), dtype=float)
 
 
 def columns(panels: Sequence[Model], rows: int, height: float) -> tuple[Figure, np.ndarray]:

@@ -89,8 +89,12 @@ class Growing:
     def save(self) -> None:
         """Save what there is."""
         if self.path is not None and (ds := self.dataset()) is not None:
-            save(ds.assign_attrs(identity=self.identity), self.path)
+            save(self.mark(ds), self.path)
         self._saved = time.monotonic()
+
+    def mark(self, ds: xr.Dataset) -> xr.Dataset:
+        """The dataset with its identity, so that a copy saved over the file is still found."""
+        return ds if self.path is None else ds.assign_attrs(identity=self.identity)
 
     def __enter__(self) -> Self:
         return self

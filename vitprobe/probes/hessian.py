@@ -183,7 +183,7 @@ def hessian_eigenvalues(
             "`residual` and `converged`" + ("" if method == "power" else ", or allow more than max_products") + ".",
             stacklevel=2,
         )
-    return ds
+    return file.mark(ds)
 
 
 def _groups(batches: Iterator[Any], stack: int, per: str) -> Iterator[list[Any]]:
