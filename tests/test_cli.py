@@ -58,6 +58,8 @@ def test_help(command, capsys):
         (["probe", "vit_nanno", "-o", "x.nc"], "Did you mean 'vit_nano'"),
         (["probe", "vit_nano", "-o", "x.csv"], "use -o x.nc"),
         (["probe", "vit_nano", "--probes", "furier", "-o", "x.nc"], "Did you mean 'fourier'"),
+        (["probe", "vit_nano", "--option", "k=3", "-o", "x.nc"], "takes an option 'k'"),
+        (["probe", "vit_nano", "--probes", "hessian_density", "--option", "k=3", "-o", "x.nc"], "'samples'"),
         (["probe", "resnet_nano", "--probes", "nonlocality", "-o", "x.nc"], "no attention maps"),
         (["probe", "no_such_module:build", "-o", "x.nc"], "no_such_module"),
         (["probe", "timm:vit_tinny_patch16_224", "-o", "x.nc"], "Did you mean"),
@@ -104,6 +106,24 @@ def test_train_probe_show(tmp_path, capsys):
     for name in ("fourier", "feature_variance", "nonlocality"):
         assert call("show", f"out/mine_{name}.nc") == 0
         assert (tmp_path / f"out/mine_{name}.png").stat().st_size > 5_000
+
+
+def test_probe_the_loss_and_go_on(tmp_path, capsys):
+    arguments = ["probe", "vit_nano", "--images", "20", "--batch-size", "8", "-o", "h.nc"]
+    arguments += ["--probes", "feature_variance,hessian_eigenvalues,loss_landscape"]
+    options = ["--option", "k=2", "--option", "points=3", "--option", "tol=0.01"]
+    assert call(*arguments, *options) == 0
+    assert capsys.readouterr().out.split() == [f"h_{name}.nc" for name in arguments[-1].split(",")]
+    eigenvalues = xr.load_dataset("h_hessian_eigenvalues.nc")
+    assert eigenvalues.sizes == {"batch": 3, "rank": 2} and eigenvalues.attrs["model"] == "vit_nano"
+    assert xr.load_dataset("h_loss_landscape.nc").sizes["x"] == 3
+    assert call("show", "h_hessian_eigenvalues.nc") == 0
+    # What is finished is found again, and another measurement is not overwritten.
+    assert call(*arguments, *options) == 0
+    again = xr.load_dataset("h_hessian_eigenvalues.nc")
+    assert again.equals(eigenvalues)
+    assert call(*arguments, *options[:-1], "tol=0.02") == 2
+    assert "config.tol was 0.01 and is now 0.02" in capsys.readouterr().err
 
 
 def test_probe_a_foreign_model_at_its_own_size(tmp_path):

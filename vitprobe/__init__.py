@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         loss_landscape,
         nonlocality,
         probe,
+        trajectory,
     )
     from vitprobe.results import load, save, stack_runs
     from vitprobe.training import Evaluation, Recipe, TrainingBatches, evaluate, fit, load_weights
@@ -43,6 +44,7 @@ _ROOMS = {
         "loss_landscape",
         "nonlocality",
         "probe",
+        "trajectory",
     ),
     "results": ("load", "save", "stack_runs"),
     "training": ("Evaluation", "Recipe", "TrainingBatches", "evaluate", "fit", "load_weights"),
@@ -78,6 +80,7 @@ __all__ = [
     "save",
     "save_figure",
     "stack_runs",
+    "trajectory",
 ]
 
 

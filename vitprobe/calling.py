@@ -98,6 +98,24 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     )
 
 
+class Called(nn.Module):
+    """A model whose forward is a call of one's own, so that `functional_call` reaches whatever that call does.
+
+    Args:
+        model: the module; its parameters are named `model.NAME` here.
+        call: what is called, with the model and a batch.
+    """
+
+    def __init__(self, model: nn.Module, call: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+
+    def forward(self, batch: Any) -> Any:
+        """What the call returns."""
+        return self.call(self.model, batch)
+
+
 def as_batches(batches: Iterable[Any]) -> Iterable[Any]:
     """The batches, or the one batch that was given without a list around it."""
     if isinstance(batches, Tensor | Mapping):

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,33 +71,56 @@ def run(study: Annotated[Positional[str], arg(metavar="STUDY")], settings: OmitA
     run_study(find_study(study), settings)
 
 
-def list_all(verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"])] = 0) -> None:
+def list_all(
+    what: Annotated[Positional[str], arg(metavar="WHAT")] = "all",
+    verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"])] = 0,
+) -> None:
     """List studies, models, probes and data sets.
 
     Args:
-        verbose: count the parameters of every model, for 32x32 images and 10 classes.
+        what: studies, models, probes, data or all.
+        verbose: for every model its images, parameters and multiply-adds; half a minute.
     """
-    from vitprobe.data import DATA_NAMES
-    from vitprobe.models import create_model, describe_model, list_models
-    from vitprobe.probes import FEATURE_PROBES
+    if what not in (kinds := ("studies", "models", "probes", "data", "all")):
+        raise unknown("list", what, kinds)
+    wanted = [kind for kind in kinds if what in (kind, "all")]
+    gap = "\n" if what == "all" else ""
+    if "studies" in wanted:
+        print("studies (vitprobe run STUDY)")
+        for name in list_studies():
+            print(f"  {name:<24} {find_study(name).title}")
+    if "models" in wanted:
+        print(f"{gap}models (vitprobe train MODEL)")
+        _list_models(bool(verbose))
+    if "probes" in wanted:
+        from vitprobe.probes import FEATURE_PROBES, LOSS_PROBES
 
-    print("studies (vitprobe run STUDY)")
-    for name in list_studies():
-        print(f"  {name:<24} {find_study(name).title}")
-    print("\nmodels (vitprobe train MODEL)")
+        print(f"{gap}probes (vitprobe probe MODEL --probes ...)")
+        for name, probe_class in sorted(FEATURE_PROBES.items()):
+            print(f"  {name:<24} {probe_class.title}")
+        for name, function in sorted(LOSS_PROBES.items()):
+            print(f"  {name:<24} {(function.__doc__ or '').splitlines()[0]}")
+    if "data" in wanted:
+        from vitprobe.data import DATA_NAMES
+
+        print(f"{gap}data (--data)")
+        for name in DATA_NAMES:
+            print(f"  {name}")
+
+
+def _list_models(costs: bool) -> None:
+    from vitprobe.models import describe_model, list_models, model_cost
+
+    if costs:
+        print("  for 10 classes: image, parameters, multiply-adds of convolutions and matrix products per image")
     for name in list_models():
-        size = ""
-        if verbose:
-            side = 8 if name.endswith("nano") else 32
-            parameters = sum(p.numel() for p in create_model(name, image_size=side).parameters())
-            size = f"{parameters / 1e6:8.3f} M  "
-        print(f"  {name:<24} {size}{describe_model(name)}")
-    print("\nprobes (vitprobe probe MODEL --probes ...)")
-    for name, probe_class in sorted(FEATURE_PROBES.items()):
-        print(f"  {name:<24} {probe_class.title}")
-    print("\ndata (--data)")
-    for name in DATA_NAMES:
-        print(f"  {name}")
+        columns = ""
+        if costs:
+            cost = model_cost(name, **({"image_size": 8} if name.endswith("_nano") else {}))
+            image = "x".join(map(str, cost.image_size))
+            columns = f"{image:>7} {cost.parameters / 1e6:7.3f} M {cost.multiply_adds / 1e6:9.1f} M  "
+        # Each line as it is found: they take a third of a second.
+        print(f"  {name:<24} {columns}{describe_model(name)}", flush=costs)
 
 
 def train(
@@ -159,16 +183,18 @@ def probe(
     batch_size: int = 64,
     layers: str = "auto",
     prefix: int | None = None,
+    option: Annotated[list[str], tyro.conf.UseAppendAction] = [],  # noqa: B006  (tyro's way; never changed)
+    seed: int = 0,
     device: str | None = None,
 ) -> None:
-    """Probe a model of your own in one pass, and save one netCDF file per probe.
+    """Probe a model of your own, and save one netCDF file per probe; the same command goes on after an interruption.
 
     Args:
         model: module:function that returns the model (the current folder is searched), timm:NAME, torchvision:NAME,
             or a name from `vitprobe list`.
         output: netCDF file; with several probes each gets its name added, e.g. out_fourier.nc.
         data: images to probe on, as in `vitprobe train`.
-        probes: names from `vitprobe list`, separated by commas, or all.
+        probes: names from `vitprobe list`, separated by commas, or all of those that share one pass.
         checkpoint: weights to load into the model.
         data_root: folder of downloaded data sets.
         download: fetch a data set that is not in its folder.
@@ -178,44 +204,61 @@ def probe(
         batch_size: images in a pass.
         layers: auto finds the residual units; glob patterns of module paths, separated by commas, take their outputs.
         prefix: number of class and register tokens, where the inference is wrong.
+        option: an argument of hessian_eigenvalues, hessian_density or loss_landscape, e.g. --option k=10; may be
+            repeated.
+        seed: of the weights, where no checkpoint is given.
         device: cpu, cuda or cuda:1; the GPU if there is one unless given.
     """
     import torch
 
     from vitprobe.data import load_data
-    from vitprobe.probes import FEATURE_PROBES
+    from vitprobe.probes import FEATURE_PROBES, LOSS_PROBES
     from vitprobe.probes import probe as run_probes
     from vitprobe.results import save
     from vitprobe.training import load_weights
 
     names = sorted(FEATURE_PROBES) if probes == "all" else [name.strip() for name in probes.split(",")]
     for name in names:
-        if name not in FEATURE_PROBES:
-            raise unknown("probe", name, [*FEATURE_PROBES, "all"])
+        if name not in {**FEATURE_PROBES, **LOSS_PROBES}:
+            raise unknown("probe", name, [*FEATURE_PROBES, *LOSS_PROBES, "all"])
+    options = _options(option)
+    takes = {name: inspect.signature(LOSS_PROBES[name]).parameters for name in names if name in LOSS_PROBES}
+    for given in options:
+        if not any(given in parameters for parameters in takes.values()):
+            known = sorted({parameter for parameters in takes.values() for parameter in parameters})
+            raise ValueError(
+                f"none of the probes {', '.join(names)} takes an option {given!r}; known: {known or 'none'}."
+            )
     if output.suffix != ".nc":
         raise ValueError(f"the output is a netCDF file: use -o {output.with_suffix('.nc')}.")
     if split not in ("train", "test"):
         raise ValueError(f"split is train or test, not {split!r}.")
     size = {"train": None, "test": None} | {split: images}
     image_data = load_data(data, root=data_root, download=download, train_size=size["train"], test_size=size["test"])
-    network = _build(model, image_size or image_data.image_size, image_data.channels, image_data.num_classes)
+    network = _build(model, image_size or image_data.image_size, image_data.channels, image_data.num_classes, seed)
     if checkpoint is not None:
         load_weights(network, checkpoint)
     network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches: Any = image_data.loader(split, batch_size=batch_size)
     if image_size is not None:
         batches = _Resized(batches, image_size)
-    tree = run_probes(
-        network,
-        batches,
-        [FEATURE_PROBES[name]() for name in names],
-        layers=layers if layers == "auto" else [pattern.strip() for pattern in layers.split(",")],
-        prefix=prefix,
-    )
-    for name in names:
-        ds = tree[name].to_dataset().assign_attrs(model=model, data=data.partition(":")[0], split=split)
-        path = output if len(names) == 1 else output.with_name(f"{output.stem}_{name}.nc")
-        print(save(ds, path))
+    said = {"model": model, "data": data.partition(":")[0], "split": split}
+    paths = {name: output if len(names) == 1 else output.with_name(f"{output.stem}_{name}.nc") for name in names}
+    if sharing := [name for name in names if name in FEATURE_PROBES]:
+        tree = run_probes(
+            network,
+            batches,
+            [FEATURE_PROBES[name]() for name in sharing],
+            layers=layers if layers == "auto" else [pattern.strip() for pattern in layers.split(",")],
+            prefix=prefix,
+        )
+        for name in sharing:
+            print(save(tree[name].to_dataset().assign_attrs(said), paths[name]))
+    for name, parameters in takes.items():
+        arguments = {given: value for given, value in options.items() if given in parameters}
+        if "path" in parameters:
+            arguments["path"] = paths[name]
+        print(save(LOSS_PROBES[name](network, batches, **arguments).assign_attrs(said), paths[name]))
 
 
 def show(
@@ -289,27 +332,17 @@ def _options(pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def _build(spec: str, image_size: int | tuple[int, int], channels: int, num_classes: int) -> "nn.Module":
+def _build(spec: str, image_size: int | tuple[int, int], channels: int, num_classes: int, seed: int) -> "nn.Module":
     """The model of `module:function`, `timm:NAME`, `torchvision:NAME`, or a name of ours."""
+    import torch
     from torch import nn
 
-    from vitprobe.models import create_model
+    from vitprobe.models import create_model, list_libraries
 
     source, colon, name = spec.partition(":")
-    if not colon:
-        return create_model(spec, image_size=image_size, channels=channels, num_classes=num_classes)
-    if source == "timm":
-        import timm
-
-        if name not in timm.list_models():
-            raise unknown("timm model", name, timm.list_models())
-        return timm.create_model(name, num_classes=num_classes, in_chans=channels)
-    if source == "torchvision":
-        import torchvision
-
-        if name not in torchvision.models.list_models():
-            raise unknown("torchvision model", name, torchvision.models.list_models())
-        return torchvision.models.get_model(name, weights=None, num_classes=num_classes)
+    if not colon or source in list_libraries():
+        return create_model(spec, image_size=image_size, channels=channels, num_classes=num_classes, seed=seed)
+    torch.manual_seed(seed)
     sys.path.insert(0, str(Path.cwd()))
     module = importlib.import_module(source)
     function = getattr(module, name, None)

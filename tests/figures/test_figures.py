@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from vitprobe import figures, results
+from vitprobe.figures.loss_landscape import rises
 from vitprobe.figures.page import interval, models
 
 KINDS = {
@@ -269,3 +270,189 @@ def test_saving(tmp_path, monkeypatch):
         figures.save_figure(Figure(), path)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
+
+
+# --- the loss landscape and the trajectory ----------------------------------------------------------
+
+
+def landscape(directions: str = "random", *, points: int = 5, low: float = -1.0, pairs: int = 1, **attributes):
+    """A paraboloid, whose height is known everywhere."""
+    steps = np.linspace(low, 1.0, points)
+    x, y = np.meshgrid(steps, steps)
+    nll = 0.5 + np.stack([(1 + pair) * (x**2 + 2 * y**2) for pair in range(pairs)])
+    dims = ("direction_pair", "y", "x")
+    coords = {axis: (axis, steps, {"long_name": f"steps along {axis}, scaled", "units": "1"}) for axis in ("x", "y")}
+    attributes = {"images": 7, "directions": directions, "batch_norm": "kept", "complete": 1, **attributes}
+    return xr.Dataset(
+        {"nll": described(dims, nll), "l2_sum_of_norms": described(dims, np.full_like(nll, 10.0))},
+        {
+            **coords,
+            "direction_pair": np.arange(pairs),
+            "plane": ("direction_pair", [f"plane{pair}" for pair in range(pairs)]),
+        },
+        results.provenance(title="t", probe="loss_landscape", **attributes),
+    )
+
+
+def colorbar_labels(figure: Figure) -> list[str]:
+    return [ax.get_ylabel() for ax in figure.axes if ax.get_label() == "<colorbar>"]
+
+
+def words(ax) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def test_landscape_is_one_row_per_pair_and_one_column_per_loss():
+    figure = figures.draw(landscape(pairs=2, normalisation="li"))
+    assert len(panels(figure)) == 4
+    assert [ax.get_title() for ax in panels(figure)][:2] == ["NLL", "NLL + 0.05 · sum of norms"]
+    assert panels(figure)[2].get_xlabel() == "steps along x"
+    assert set(colorbar_labels(figure)) == {"rise from the centre [nats]"}
+    assert note(figure) == "7 images, the same for all cells. Normalisation: li."
+    assert not any(words(ax) for ax in panels(figure))
+
+
+@pytest.mark.parametrize("height", [{"points": 4}, {"low": 0.5}])
+def test_without_a_centre_the_lowest_cell_is_the_reference(height):
+    ds = landscape(**height)
+    parts = rises(ds)
+    assert all(float(values.min()) == 0 for values in parts.values())
+    assert set(colorbar_labels(figures.draw(ds))) == {"rise from the lowest cell [nats]"}
+
+
+def test_the_reference_is_the_centre():
+    ds = landscape()
+    ds["nll"] = ds.nll - ds.nll.x  # lower than the centre on one side
+    values = rises(ds)["NLL"]
+    assert values.sel(x=0, y=0).item() == 0 and float(values.min()) < 0
+
+
+def test_cells_without_a_number_stay_empty_and_are_counted(tmp_path):
+    ds = landscape(points=7, complete=0)
+    ds["nll"] = ds.nll.where(ds.y < 0.5)
+    for draw in (figures.loss_landscape, figures.loss_surface):
+        figure = draw(ds)
+        figures.save_figure(figure, tmp_path / "a.png", dpi=50)
+        assert "Unfinished. 14 of 49 cells without a number." in note(figure)
+    ds["nll"] = ds.nll.where(ds.y < -0.5)  # the centre is not done
+    assert set(colorbar_labels(figures.draw(ds))) == {"rise from the lowest cell [nats]"}
+    with pytest.raises(ValueError, match="no cell of this landscape has a number"):
+        figures.draw(ds.assign(nll=ds.nll * np.nan))
+
+
+def test_eigenvectors_are_labelled_by_their_eigenvalues():
+    ds = landscape("eigenvectors", eigenvalue_x=12.34, eigenvalue_y=-5.0)
+    ax = panels(figures.draw(ds))[0]
+    assert ax.get_xlabel().replace("\N{NO-BREAK SPACE}", " ") == "steps along x (λ = 12.3 nats)"
+    assert "λ = -5 nats" in ax.get_ylabel().replace("\N{NO-BREAK SPACE}", " ")
+    assert "Normalisation" not in note(figures.draw(ds))
+
+
+def test_checkpoints_are_marked_where_they_lie():
+    ds = landscape("checkpoints", points=7, low=-0.5)
+    ax = panels(figures.draw(ds))[0]
+    assert {text.get_text(): text.xy for text in ax.texts} == {
+        "model": (0, 0),
+        "checkpoint 1": (1, 0),
+        "checkpoint 2": (0, 1),
+    }
+    line = ds.sel(y=0).drop_vars("y")
+    (ax,) = figures.draw(line).axes
+    assert words(ax) == ["model", "checkpoint 1"]
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), line.x**2)
+
+
+def test_surface_has_one_facet_between_cells():
+    figure = figures.loss_surface(landscape(pairs=2), elevation=15, azimuth=15)
+    assert len(figure.axes) == 4
+    for ax in figure.axes:
+        assert (ax.elev, ax.azim) == (15, 15)
+        assert len(ax.collections[0].get_facecolor()) == 16
+        assert ax.get_zlabel() == "rise from the centre [nats]"
+    with pytest.raises(ValueError, match="a line has no surface"):
+        figures.loss_surface(landscape().sel(y=0))
+
+
+def test_landscapes_are_drawn_run_by_run():
+    ds = results.stack_runs([landscape(), landscape()], model=["a", "b"])
+    with pytest.raises(ValueError, match=r"ds\.isel\(run=0\)"):
+        figures.draw(ds)
+    assert figures.draw(ds.isel(run=0)).axes
+
+
+def trajectory(model: str = "vit_micro", steps: int = 4, turn: float = 1.0, pairs: int = 1) -> xr.Dataset:
+    """A spiral into the model, which is the last checkpoint."""
+    radius = np.linspace(1, 0, steps)
+    angle = np.where(radius > 0, turn * (1 - radius), np.nan)
+    both = ("direction_pair", "epoch")
+    place = np.nan_to_num(angle)
+    along = {name: np.tile(radius * f(place), (pairs, 1)) for name, f in (("along_x", np.cos), ("along_y", np.sin))}
+    return xr.Dataset(
+        {
+            "radius": described("epoch", radius),
+            "angle": described("epoch", angle),
+            **{
+                name: (both, values, {"long_name": f"steps {name}, scaled", "units": "1"})
+                for name, values in along.items()
+            },
+            "off_plane": described(both, np.tile(np.append(np.linspace(0.1, 0.4, steps - 1), np.nan), (pairs, 1))),
+        },
+        {
+            "epoch": np.arange(steps),
+            "direction_pair": np.arange(pairs),
+            "plane": ("direction_pair", [f"plane{pair}" for pair in range(pairs)]),
+        },
+        results.provenance(title="t", probe="trajectory", model=model),
+    )
+
+
+def test_trajectory_is_its_radius_and_angle_and_its_path():
+    ds = trajectory()
+    figure = figures.draw(ds)
+    polar, plane = figure.axes
+    path, ring = polar.lines
+    np.testing.assert_allclose(path.get_ydata(), ds.radius)
+    np.testing.assert_allclose(path.get_xdata(), [*ds.angle[:-1], 0])
+    np.testing.assert_allclose([ring.get_xdata(), ring.get_ydata()], [[0], [1]])
+    np.testing.assert_allclose(plane.lines[0].get_xydata(), np.stack([ds.along_x[0], ds.along_y[0]], axis=1))
+    assert plane.get_xlabel() == "steps along_x"
+    assert polar.get_thetamax() == 90
+    assert figures.draw(trajectory(turn=3.0)).axes[0].get_thetamax() == 180
+    assert note(figure) == "Outside the plane: 10 to 40 % of the squared distance from the model."
+
+
+def test_runs_of_one_model_share_a_colour(tmp_path):
+    names = ["vit_micro", "vit_micro", "resnet_micro"]
+    ds = results.stack_runs([trajectory(name, steps) for name, steps in zip(names, (4, 6, 5), strict=True)])
+    figure = figures.draw(ds)
+    figures.save_figure(figure, tmp_path / "a.png", dpi=50)
+    for ax in figure.axes:
+        paths = [line for line in ax.lines if len(line.get_xdata()) > 1]
+        assert [len(line.get_xdata()) for line in paths] == [4, 6, 5]
+        first, second, third = (line.get_color() for line in paths)
+        assert first == second != third
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ViT micro", "ResNet micro"]
+    with pytest.raises(ValueError, match="a landscape is that of one run"):
+        figures.trajectory(ds, landscape())
+
+
+def test_trajectory_over_the_landscape_of_the_same_plane(tmp_path):
+    ds, below = trajectory(pairs=2), landscape(pairs=2)
+    figure = figures.trajectory(ds, below.isel(direction_pair=[0]))
+    figures.save_figure(figure, tmp_path / "a.png", dpi=50)
+    assert colorbar_labels(figure) == ["NLL: rise from the centre [nats]"]
+    plane = figure.axes[1]
+    assert plane.get_xlabel() == "steps along x"
+    # The contours lie where the loss says: the level of a point is the paraboloid's.
+    filled = plane.collections[0]
+    assert filled.levels[-1] == pytest.approx(3.0)
+    with pytest.raises(ValueError, match=r"is of the plane plane1, the trajectory of plane0"):
+        figures.trajectory(ds.isel(direction_pair=[0]), below.isel(direction_pair=[1]))
+
+
+def test_trajectory_along_a_line_is_drawn_over_epochs():
+    ds = trajectory().drop_vars("along_y")
+    plane = figures.draw(ds).axes[1]
+    np.testing.assert_allclose(plane.lines[0].get_xydata(), np.stack([ds.epoch, ds.along_x[0]], axis=1))
+    assert (plane.get_xlabel(), plane.get_ylabel()) == ("epoch", "steps along_x, scaled")

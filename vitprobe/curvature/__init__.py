@@ -11,6 +11,7 @@ from vitprobe.curvature.directions import (
     principal_directions,
     random_direction,
     random_directions,
+    require_random,
 )
 from vitprobe.curvature.lanczos import Eigenpairs, Lanczos, Which, eigenpairs, eigenpairs_together, inner, norm, order
 from vitprobe.curvature.loss import Decay, Loss, LossOperator
@@ -39,4 +40,5 @@ __all__ = [
     "principal_directions",
     "random_direction",
     "random_directions",
+    "require_random",
 ]

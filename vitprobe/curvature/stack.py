@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, vmap
 
+from vitprobe.calling import Called
 from vitprobe.curvature.loss import LossOperator, require_finite
 
 
@@ -30,7 +31,7 @@ class LossStack:
 
     def __init__(self, operator: LossOperator) -> None:
         self.operator = operator
-        self._caller = _Caller(operator)
+        self._caller = Called(operator.model, operator.forward)
         count = len(operator.shares)
         self._copies = [p.detach().expand(count, *p.shape).clone() for p in operator.parameters]
         for copy in self._copies:
@@ -75,18 +76,6 @@ class LossStack:
 
     def _flatten(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([part.detach().flatten(1) for part in parts], dim=1)
-
-
-class _Caller(nn.Module):
-    """A model whose forward is a call of somebody's own, so that other weights reach whatever that call does."""
-
-    def __init__(self, operator: LossOperator) -> None:
-        super().__init__()
-        self.model = operator.model
-        self.call = operator.forward
-
-    def forward(self, batch: Any) -> Any:
-        return self.call(self.model, batch)
 
 
 def stacked(batches: Sequence[Any]) -> Any:

@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 from vitprobe.figures.feature_variance import feature_variance
 from vitprobe.figures.fourier import fourier
 from vitprobe.figures.hessian import hessian_density, hessian_eigenvalues
-from vitprobe.figures.loss_landscape import loss_landscape
+from vitprobe.figures.loss_landscape import loss_landscape, loss_surface
 from vitprobe.figures.nonlocality import nonlocality
 from vitprobe.figures.page import pretty, save_figure, style
+from vitprobe.figures.trajectory import trajectory
 from vitprobe.names import unknown
 
 __all__ = [
@@ -25,10 +26,12 @@ __all__ = [
     "hessian_density",
     "hessian_eigenvalues",
     "loss_landscape",
+    "loss_surface",
     "nonlocality",
     "pretty",
     "save_figure",
     "style",
+    "trajectory",
 ]
 
 FIGURES: Mapping[str, Callable[[xr.Dataset], Figure]] = {
@@ -38,6 +41,7 @@ FIGURES: Mapping[str, Callable[[xr.Dataset], Figure]] = {
     "hessian_eigenvalues": hessian_eigenvalues,
     "hessian_density": hessian_density,
     "loss_landscape": loss_landscape,
+    "trajectory": trajectory,
 }
 
 
