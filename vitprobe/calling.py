@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,12 +51,17 @@ def untouched(model: nn.Module) -> Iterator[None]:
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with (
         torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)),
-        # Nothing is compiled where the compiler was never imported, which costs a second and 130 MiB.
-        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
+        eager(),
         torch.no_grad(),
         evaluation_mode(model),
     ):
         yield
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Compiled modules run eagerly for the length of a `with`."""
+    # Nothing is compiled where the compiler was never imported, which costs a second and 130 MiB.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -13,6 +13,10 @@ Which = Literal["LM", "LA", "SA", "BE"]
 # Numbers converted to float64 at a time for an inner product: float32 sums of millions lose the digits needed.
 CHUNK = 1 << 15
 BLOCK = 8  # vectors of a basis that lie together
+# A product is taken to be right to this many units of rounding of the largest eigenvalue: no residual is below that.
+ROUNDING = 30
+# A start has less than this share of a standard deviation along a given eigenvector once in 125 times.
+FAINT = 0.01
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,10 @@ class Eigenpairs:
     Attributes:
         values: `(rank,)`.
         vectors: `(rank, parameter)`, orthonormal.
-        residuals: `|A v - value v|` of each `(rank,)`: an eigenvalue lies within this distance of the value.
-        converged: whether each residual is within the tolerance `(rank,)`.
+        residuals: `|A v - value v|` of each `(rank,)`, at least the rounding of a product: an eigenvalue lies within
+            this distance of the value.
+        converged: whether each residual is within the tolerance, relative to the value or to a thousandth of the
+            largest, whichever is more `(rank,)`.
         products: number of products that were spent.
     """
 
@@ -51,13 +57,14 @@ class Lanczos:
     Attributes:
         direction: the newest vector of the basis, of which the image is wanted; `None` if the space is exhausted.
         alphas: diagonal of the tridiagonal matrix.
-        betas: what stands beside it; the last one leads out of the basis.
+        betas: what stands beside it, zero where the space was exhausted; the last one leads out of the basis.
     """
 
     def __init__(self, start: Tensor, *, seed: int = 0, against: Tensor | None = None) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.against = against
         self.blocks: list[Tensor] = []
+        self.leaks: list[Tensor] = []
         self.alphas: list[float] = []
         self.betas: list[float] = []
         first, length = self._orthogonal(start.clone())
@@ -65,6 +72,11 @@ class Lanczos:
 
     def __len__(self) -> int:
         return len(self.alphas)
+
+    @property
+    def epsilon(self) -> float:
+        """Relative rounding of the vectors' type."""
+        return torch.finfo(self.blocks[0].dtype).eps
 
     def grow(self, image: Tensor) -> None:
         """Add the direction to the basis.
@@ -82,8 +94,10 @@ class Lanczos:
             rest.sub_(self.blocks[-1][(len(self) - 1) % BLOCK], alpha=beta)
         self._append(vector)
         self.alphas.append(alpha)
+        if self.against is not None:
+            self.leaks.append(_inners(self.against, rest).cpu())
         rest, length = self._orthogonal(rest, taken=max(abs(alpha), beta))
-        size = max(1.0, *(abs(alpha) for alpha in self.alphas), *self.betas, 0.0)
+        size = max(*(abs(alpha) for alpha in self.alphas), *self.betas, 0.0)
         if length <= 100 * torch.finfo(vector.dtype).eps * size:
             # Invariant: nothing of the operator leads out of the basis, so its tridiagonal matrix falls in two here.
             self.betas.append(0.0)
@@ -98,7 +112,41 @@ class Lanczos:
         off = self.betas[:-1]
         tridiagonal = np.diag(self.alphas) + np.diag(off, 1) + np.diag(off, -1)
         values, coordinates = np.linalg.eigh(tridiagonal)
-        return values, self.betas[-1] * np.abs(coordinates[-1]), coordinates
+        residuals = self.betas[-1] * np.abs(coordinates[-1])
+        if self.leaks:  # what the operator leads back to the vectors that were kept away from
+            residuals = np.hypot(residuals, np.linalg.norm(torch.stack(self.leaks).numpy().T @ coordinates, axis=0))
+        return values, residuals, coordinates
+
+    def hidden(self, x: np.ndarray) -> np.ndarray:
+        """The most weight that the latest start can have along an eigenvector of eigenvalue x, after what was seen.
+
+        This is the Christoffel function `1 / sum_j p_j(x)^2` of the start's spectral measure, with the orthonormal
+        polynomials that the tridiagonal matrix defines: no measure with these moments has a larger mass at x.
+
+        Args:
+            x: `(point,)`.
+
+        Returns:
+            Squared components `(point,)`, of a start of length one.
+        """
+        begin = self._begin()
+        before, p, total = np.zeros_like(x), np.ones_like(x), np.ones_like(x)
+        last = 0.0
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for alpha, beta in zip(self.alphas[begin:], self.betas[begin:], strict=True):
+                before, p = p, ((x - alpha) * p - last * before) / beta
+                last, total = beta, total + p**2
+            return np.nan_to_num(1 / total, nan=0.0)
+
+    def _begin(self) -> int:
+        """Where the latest start is in the basis."""
+        exhausted = [i for i, beta in enumerate(self.betas[:-1]) if beta == 0]
+        return exhausted[-1] + 1 if exhausted else 0
+
+    def latest_share(self, coordinates: np.ndarray) -> np.ndarray:
+        """How much of each vector `(rank,)` of coordinates `(m, rank)` a start other than the first brought last."""
+        begin = self._begin()
+        return (coordinates[begin:] ** 2).sum(0) if begin else np.ones(coordinates.shape[1])
 
     def vectors(self, coordinates: np.ndarray) -> Tensor:
         """Vectors `(rank, parameter)` of coordinates `(m, rank)` in the basis."""
@@ -194,7 +242,6 @@ def search(
     which: Which = "LM",
     tol: float = 1e-3,
     max_products: int = 200,
-    extra: int = 2,
     second_start: bool = False,
     seed: int = 0,
 ) -> Search:
@@ -205,13 +252,15 @@ def search(
     """
     size = start.numel()
     k = min(k, size)
-    found = yield from _iterate(Lanczos(start, seed=seed), k, which, tol, max_products, extra)
+    # A second search stays away from what the first found: what is left of errors there, it can never mend.
+    stop = 1e-3 * tol if second_start else tol
+    found = yield from _iterate(Lanczos(start, seed=seed), k, which, tol, stop, max_products)
     while second_start and found.products < max_products and len(found.values) < size:
         generator = torch.Generator().manual_seed(seed + found.products)
         draw = torch.randn(size, generator=generator, dtype=torch.float64).to(start)
         budget = max_products - found.products
         complement = Lanczos(draw, seed=seed, against=found.vectors)
-        again = yield from _iterate(complement, min(k, size - k), which, tol, budget, extra)
+        again = yield from _iterate(complement, min(k, size - k), which, tol, tol, budget)
         values = np.concatenate([found.values, again.values])
         best = order(values, which)[:k]
         nothing_new = bool((best < len(found.values)).all())
@@ -232,9 +281,11 @@ def eigenpairs(
 ) -> Eigenpairs:
     """The k most wanted eigenvalues of a symmetric operator.
 
-    Stops when the residuals of k Ritz pairs are within `tol` times the largest magnitude found of their values, and
-    `extra` further pairs are within ten times that. A residual proves that *an* eigenvalue is near, not that none
-    was missed; the further pairs have to be settled too before one can hide among the wanted.
+    A residual proves that *an* eigenvalue is near, not that none was missed. So this stops when the residuals of k
+    Ritz pairs are within `tol` of their values, and an eigenvector that is wanted more than the last of them could
+    have so little weight in the start that a random start has as little once in 125 times only (`Lanczos.hidden`).
+    What no single start can see is how often an eigenvalue is there: of several eigenvectors of one value it finds
+    one, and of two values nearer than `tol` perhaps one; see `second_start`.
 
     Args:
         product: `(parameter,)` to `(parameter,)`.
@@ -243,9 +294,9 @@ def eigenpairs(
         seed: of the random directions.
         **options: `which` are wanted, `"LM"` largest magnitude, `"LA"` largest, `"SA"` smallest, `"BE"` both ends in
             turn; `tol`, relative residual wanted (1e-3); `max_products`, to give up at (200), the pairs then say that
-            they are not converged; `extra`, further pairs that have to settle (2); `second_start`, to search the
-            complement of what was found from a random direction afterwards until nothing there is wanted more, which
-            finds second eigenvectors of the same eigenvalue at nearly the same cost again.
+            they are not converged; `second_start`, to search the complement of what was found from a random direction
+            afterwards until nothing there is wanted more, which finds second eigenvectors of the same eigenvalue at
+            nearly the same cost again.
 
     Returns:
         The pairs, most wanted first.
@@ -283,19 +334,58 @@ def eigenpairs_together(
     return cast("list[Eigenpairs]", found)
 
 
-def _iterate(lanczos: Lanczos, k: int, which: Which, tol: float, max_products: int, extra: int) -> Search:
+def _iterate(lanczos: Lanczos, k: int, which: Which, tol: float, stop: float, max_products: int) -> Search:
+    """Grow until the k most wanted are within `stop` and none is missed; `tol` is what is called converged."""
     while len(lanczos) < max_products and lanczos.direction is not None:
         lanczos.grow((yield lanczos.direction))
-        if len(lanczos) < k + extra:
+        if len(lanczos) < k:
             continue
         values, residuals, coordinates = lanczos.ritz()
-        best = order(values, which)[: k + extra]
-        relative = residuals[best] / np.maximum(np.abs(values[best]), np.finfo(float).tiny)
-        floor = residuals[best] <= 100 * np.finfo(float).eps * np.abs(values).max()
-        if ((relative[:k] <= tol) | floor[:k]).all() and ((relative[k:] <= 10 * tol) | floor[k:]).all():
-            break
+        best = order(values, which)[:k]
+        if not _settled(values, residuals, best, stop, lanczos.epsilon).all():
+            continue
+        if lanczos.betas[-1] > 0:
+            faint = FAINT**2 / (2 * lanczos.blocks[0].shape[1])  # half of a start is the gradient
+            if (lanczos.hidden(_wanted_more(values, best, which, tol)) <= faint).all():
+                break
+        elif (lanczos.latest_share(coordinates[:, best]) < 0.5).all():
+            break  # the space was exhausted again, by a start that brought nothing wanted
     values, residuals, coordinates = lanczos.ritz()
     best = order(values, which)[:k]
-    scale = np.abs(values).max()
-    settled = residuals[best] <= np.maximum(tol * np.abs(values[best]), 100 * np.finfo(float).eps * scale)
+    residuals = np.maximum(residuals, ROUNDING * lanczos.epsilon * np.abs(values).max())
+    settled = _settled(values, residuals, best, tol, lanczos.epsilon)
     return Eigenpairs(values[best], lanczos.vectors(coordinates[:, best]), residuals[best], settled, len(lanczos))
+
+
+def _settled(values: np.ndarray, residuals: np.ndarray, best: np.ndarray, tol: float, epsilon: float) -> np.ndarray:
+    """Whether residuals are within the tolerance of their values, or as small as rounding lets them be."""
+    largest = np.abs(values).max()
+    return residuals[best] <= np.maximum(tol * _sizes(values[best], largest), 3 * ROUNDING * epsilon * largest)
+
+
+def _sizes(values: np.ndarray, largest: float) -> np.ndarray:
+    """What errors are relative to: the values, or a thousandth of the largest, because zero has no relative error."""
+    return np.maximum(np.abs(values), 1e-3 * largest)
+
+
+def _wanted_more(values: np.ndarray, best: np.ndarray, which: Which, tol: float) -> np.ndarray:
+    """Points where an eigenvalue would be wanted more than the last of those found, and is not one of them."""
+    found, largest = values[best], np.abs(values).max()
+    apart = 2 * tol * _sizes(found, largest)
+    end = (1 + 2 * tol) * largest
+
+    def above(least: float) -> np.ndarray:
+        return np.linspace(least, max(end, least), 200)
+
+    if which == "LM":
+        outside = above(np.abs(found).min() + apart.min())
+        points = np.concatenate([outside, -outside])
+    elif which == "LA":
+        points = above(found.min())
+    elif which == "SA":
+        points = -above(-found.max())
+    else:
+        points = above(found[::2].min())
+        if len(found) > 1:
+            points = np.concatenate([points, -above(-found[1::2].max())])
+    return points[(np.abs(points[:, None] - found) > apart).all(1)]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitprobe.calling import evaluation_mode
+from vitprobe.calling import eager, evaluation_mode
 from vitprobe.curvature.lanczos import norm
 from vitprobe.names import unknown
 
@@ -290,6 +290,7 @@ class LossOperator:
             with (
                 torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
                 evaluation_mode(self.model),
+                eager(),
                 torch.enable_grad(),
                 sdpa_kernel(SDPBackend.MATH),
                 torch.autocast(self.device.type, enabled=False),

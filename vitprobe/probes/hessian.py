@@ -97,7 +97,8 @@ def hessian_eigenvalues(
         tol: relative residual at which an eigenvalue is converged (`"lanczos"`).
         max_products: Hessian-vector products to spend at most on one Hessian (`"lanczos"`).
         second_start: search the complement from a random direction afterwards, for second eigenvectors of the same
-            eigenvalue and anything missed, at nearly the same cost again (`"lanczos"`).
+            eigenvalue, which a single start cannot see, at nearly the same cost again (`"lanczos"`). Needed where
+            eigenvalues are multiple: the zeros at the lower end of a convex loss, say.
         stack: batches of one shape that are solved in one vectorised pass (`per="batch"`), with a copy of the
             weights for each: for batches too small to fill a GPU. On a CPU it pays for small transformers only.
         loss: `loss(logits, targets)`, a mean over the batch.
@@ -162,10 +163,11 @@ def hessian_eigenvalues(
             bare, group, loss=loss, weight_decay=weight_decay, decay=decay, parameters=parameters, forward=forward
         )
 
+    identity = {} if path is None else {"config": config, "model": fingerprint(bare)}
     rows: list[Row] = []
     total = len(batches) if isinstance(batches, Sized) and per == "batch" and not isinstance(batches, tuple) else None
     with (
-        Growing(path, {"config": config, "model": fingerprint(bare)}, lambda: _dataset(rows, bare, config)) as file,
+        Growing(path, identity, lambda: _dataset(rows, bare, config)) as file,
         tqdm(total=total, desc="hessian", unit=per, disable=None if progress else True) as bar,
     ):
         known = [] if file.found is None else _rows(file.found)
