@@ -25,11 +25,10 @@ def call(*arguments: str) -> int:
 
 
 def test_list_names_everything(capsys):
-    assert call("list", "-v") == 0
+    assert call("list") == 0
     out = capsys.readouterr().out
     for name in ("park_kim/fourier", "vit_micro", "nonlocality", "digits", "cifar10"):
         assert name in out
-    assert "5.356 M" in out  # vit_ti, patch 4, 10 classes
 
 
 def test_a_reader_that_leaves_gets_no_traceback():

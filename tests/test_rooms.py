@@ -13,7 +13,7 @@ PACKAGE = ROOT / "vitprobe"
 LEAVES = {"seeds", "names", "intervals", "calling"}  # helpers without a room of their own: anybody may use them
 ALLOWED = {
     "models": set(),
-    "initializers": {"models"},
+    "initializers": {"models", "results"},
     "data": set(),
     "results": set(),
     "claims": set(),

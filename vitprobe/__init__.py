@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitprobe import curvature as curvature
+    from vitprobe import initializers as initializers
     from vitprobe.data import ImageData, Loader, load_data
     from vitprobe.figures import draw, save_figure
     from vitprobe.models import create_model, list_models, register
@@ -49,6 +51,7 @@ _ROOMS = {
     "results": ("load", "save", "stack_runs"),
     "training": ("Evaluation", "Recipe", "TrainingBatches", "evaluate", "fit", "load_weights"),
 }
+_MODULES = ("curvature", "initializers")  # rooms whose functions go by the room's name: vp.initializers.impulse_(...)
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
@@ -90,8 +93,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"vitprobe.{_HOME[name]}"), name)
         globals()[name] = value
         return value
+    if name in _MODULES:
+        return importlib.import_module(f"vitprobe.{name}")
     raise AttributeError(f"module 'vitprobe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from vitprobe.models import create_model
-from vitprobe.models.attention import Attention, GaussianPosition, RelativeBias
+from vitprobe.models.attention import Attention, GaussianPosition, Mixture, Neighbourhood, RelativeBias
 from vitprobe.models.convit import gpsa
+from vitprobe.models.layers import PositionCode
 
 GRID = (2, 3)
+
+
+def mixture(kind="learned", alpha=0.3, dim=12):
+    return Mixture(PositionCode(kind, GRID, dim), alpha)
+
+
 KINDS = {
     "plain": lambda: Attention(12, 3),
     "plain with biases": lambda: Attention(12, 3, qkv_bias=True),
@@ -16,13 +23,38 @@ KINDS = {
     "relative bias per head": lambda: Attention(12, 3, position=RelativeBias(GRID, heads=3), qkv_bias=True),
     "Gaussian before the softmax": lambda: Attention(12, 3, position=GaussianPosition(GRID, 3)),
     "gated": lambda: gpsa(12, 3, grid=GRID, qkv_bias=True),
+    "own scale": lambda: Attention(12, 3, scale=0.1),
+    "without values": lambda: Attention(12, 3, head_dim=5, value=False, out_dim=7, project_bias=False),
+    "tokens and code": lambda: Attention(12, 3, source=mixture(), qkv_bias=True),
+    "code alone": lambda: Attention(12, 3, source=mixture("sincos", 0.0)),
+    "free matrices": lambda: Attention(12, 3, head_dim=5, source=mixture("identity", 0.0, dim=6)),
+    "position alone": lambda: Attention(12, 3, content=False, position=GaussianPosition(GRID, 3)),
+    "position alone, one for all heads": lambda: Attention(12, 3, content=False, position=RelativeBias(GRID)),
+    "masked": lambda: Attention(12, 3, mask=Neighbourhood(GRID, 3)),
+    "masked relative bias": lambda: Attention(12, 3, position=RelativeBias(GRID), mask=Neighbourhood(GRID, 3)),
+    "masked and gated": lambda: Attention(
+        12, 3, position=GaussianPosition(GRID, 3), gate=0.5, mask=Neighbourhood(GRID, 3)
+    ),
+    "everything": lambda: Attention(
+        12, 3, source=mixture(), position=RelativeBias(GRID, 3), mask=Neighbourhood(GRID, 3), scale=0.7, value=False
+    ),
+}
+SINKS = {
+    "sink": lambda: Attention(12, 3, sink=True, qkv_bias=True),
+    "sink beside a position": lambda: Attention(12, 3, position=GaussianPosition(GRID, 3), sink=True),
+    "sink, gated": lambda: Attention(12, 3, position=GaussianPosition(GRID, 3), gate=0.5, sink=True),
+    "sink beside a mask": lambda: Attention(12, 3, mask=Neighbourhood(GRID, 3), sink=True),
+    "zero tokens in a table": lambda: Attention(12, 3, position=RelativeBias(GRID, 3, margin=2)),
+    "zero tokens in a table alone": lambda: Attention(12, 3, content=False, position=RelativeBias(GRID, margin=1)),
+    "zero tokens in a mask": lambda: Attention(12, 3, mask=Neighbourhood(GRID, 3, boundary="zero")),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_sink = pytest.mark.parametrize("kind", SINKS)
 
 
 def attention_and_tokens(kind):
     torch.manual_seed(0)
-    attention = KINDS[kind]().double().requires_grad_(False)
+    attention = (KINDS | SINKS)[kind]().double().requires_grad_(False)
     for parameter in attention.parameters():
         parameter.normal_()  # position logits start so small that leaving them out would hardly show
     return attention, torch.randn(2, 6, 12, dtype=torch.float64)
@@ -41,7 +73,7 @@ def test_rows_are_distributions(kind):
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 6, dtype=torch.float64))
 
 
-@every_kind
+@pytest.mark.parametrize("kind", KINDS | SINKS)
 def test_forward_applies_its_weights_to_the_values(kind):
     attention, x = attention_and_tokens(kind)
     weights, value = attention.weights(x), attention.value(x)
@@ -50,21 +82,123 @@ def test_forward_applies_its_weights_to_the_values(kind):
     torch.testing.assert_close(attention(x), attention.project(mixed))
 
 
+def logits_by_the_formula(attention, x, head):
+    """Content and position with the mask on each, as the papers write them down."""
+    content = position = torch.zeros(6, 6, dtype=torch.float64)
+    if attention.query_key is not None:
+        z = x
+        if attention.source is not None:
+            z = (1 - attention.source.alpha) * attention.source.code.code
+            z = z + attention.source.alpha * x if attention.source.alpha else z
+        query, key = attention.query_key(z).chunk(2, dim=-1)
+        width = query.shape[-1] // 3
+        part = slice(head * width, (head + 1) * width)
+        content = (
+            query[..., part] @ key[..., part].mT * (attention.scale if attention.scale in (0.1, 0.7) else width**-0.5)
+        )
+    if attention.position is not None:
+        position = attention.position()[..., :6].expand(3, 6, 6)[head]
+    if attention.mask is not None:
+        y, x = torch.tensor([place(token, 3) for token in range(6)]).T
+        far = ((y[:, None] - y).abs() > 1) | ((x[:, None] - x).abs() > 1)
+        content, position = content.masked_fill(far, -torch.inf), position.masked_fill(far, -torch.inf)
+    return content, position
+
+
 @every_kind
 def test_weights_by_the_formula(kind):
     attention, x = attention_and_tokens(kind)
-    query, key = attention.query_key(x).chunk(2, dim=-1)
-    width = query.shape[-1] // 3
     for h in range(3):
-        part = slice(h * width, (h + 1) * width)
-        content = query[..., part] @ key[..., part].mT / width**0.5
-        position = 0.0 if attention.position is None else attention.position().expand(3, 6, 6)[h]
+        content, position = logits_by_the_formula(attention, x, h)
         if attention.gate is None:
             expected = (content + position).softmax(-1)
         else:
             share = 1 / (1 + (-attention.gate[h]).exp())
             expected = (1 - share) * content.softmax(-1) + share * position.softmax(-1)
-        torch.testing.assert_close(attention.weights(x)[:, h], expected)
+        torch.testing.assert_close(attention.weights(x)[:, h], expected.expand(2, 6, 6))
+
+
+@every_sink
+def test_a_sink_takes_the_rest_of_every_row(kind):
+    attention, x = attention_and_tokens(kind)
+    for parameter in attention.parameters():
+        parameter.mul_(0.3)  # soft maps
+    weights = attention.weights(x)
+    assert weights.shape == (2, 3, 6, 6)
+    assert (weights >= 0).all()
+    assert (weights.sum(-1) < 0.999).all()
+
+
+@pytest.mark.parametrize("kind", ["sink", "sink beside a position", "sink, gated", "sink beside a mask"])
+def test_a_sink_is_a_token_of_zeros(kind):
+    attention, x = attention_and_tokens(kind)
+    zero = torch.zeros(2, 6, 1, dtype=torch.float64)
+    for h in range(3):
+        content, position = (
+            torch.cat([part.expand(2, 6, 6), zero], dim=-1) for part in logits_by_the_formula(attention, x, h)
+        )
+        if attention.gate is None:
+            expected = (content + position).softmax(-1)
+        else:
+            share = attention.gate[h].sigmoid()
+            expected = (1 - share) * content.softmax(-1) + share * position.softmax(-1)
+        torch.testing.assert_close(attention.weights(x)[:, h], expected[..., :6])
+
+
+@pytest.mark.parametrize("margin", [1, 2])
+def test_a_margin_is_attention_over_an_image_padded_with_zeros(margin):
+    torch.manual_seed(0)
+    attention = Attention(12, 3, position=RelativeBias(GRID, 3, margin=margin)).double().requires_grad_(False)
+    padded_grid = (GRID[0] + 2 * margin, GRID[1] + 2 * margin)
+    padded = Attention(12, 3, position=RelativeBias(padded_grid, 3)).double().requires_grad_(False)
+    attention.position.table.normal_()
+    state = attention.state_dict()
+    state["position.table"] = torch.nn.functional.pad(state["position.table"], [margin] * 4)  # never looked up
+    padded.load_state_dict(state)
+    x = torch.randn(2, *GRID, 12, dtype=torch.float64)
+    around = torch.nn.functional.pad(x, (0, 0, *[margin] * 4)).flatten(1, 2)
+    expected = padded(around).unflatten(1, padded_grid)[:, margin:-margin, margin:-margin]
+    torch.testing.assert_close(attention(x.flatten(1, 2)), expected.flatten(1, 2))
+
+
+def test_maps_without_content_are_the_same_for_all_images():
+    for kind in ("code alone", "free matrices", "position alone"):
+        attention, x = attention_and_tokens(kind)
+        weights = attention.weights(x)
+        assert torch.equal(weights[0], weights[1])
+    attention, x = attention_and_tokens("tokens and code")
+    assert (attention.weights(x)[0] - attention.weights(x)[1]).abs().max() > 0.01
+
+
+def test_free_matrices_are_the_rows_of_the_query_and_key_layer():
+    """Model III: `softmax(c Q_h K_h^T)` with `Q_h`, `K_h` of `(token, rank)`."""
+    attention, x = attention_and_tokens("free matrices")
+    free = attention.query_key.weight.view(2, 3, 5, 6).mT  # (query or key, head, token, rank)
+    torch.testing.assert_close(attention.weights(x)[0], (free[0] @ free[1].mT / 5**0.5).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    [
+        (dict(), set()),
+        (dict(train_query_key=False), {"query_key.weight", "query_key.bias"}),
+        (dict(train_gate=False), {"gate"}),
+        (dict(train_query_key=False, train_gate=False), {"query_key.weight", "query_key.bias", "gate"}),
+    ],
+)
+def test_what_is_frozen(options, frozen):
+    attention = Attention(12, 3, position=GaussianPosition(GRID, 3), gate=1.0, qkv_bias=True, **options)
+    assert {name for name, p in attention.named_parameters() if not p.requires_grad} == frozen
+
+
+@pytest.mark.parametrize("kind", KINDS | SINKS)
+def test_first_and_second_derivatives(kind):
+    attention, x = attention_and_tokens(kind)
+    x = x[:1, :, :].requires_grad_()
+    # pytorch#116350: fused attention has no second derivative.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert torch.autograd.gradcheck(lambda x: attention(x).sum(-1), x, fast_mode=True)
+        assert torch.autograd.gradgradcheck(lambda x: attention(x).square().sum(), x, fast_mode=True)
 
 
 def test_gate_chooses_between_content_and_position():
@@ -166,6 +300,45 @@ def test_local_convit_starts_with_the_lattice_and_identity_values():
     assert not torch.equal(local.global_blocks[0].attention.value.weight, torch.eye(16))
 
 
-def test_a_gate_needs_a_position():
-    with pytest.raises(ValueError, match="give position= as well"):
-        Attention(12, 3, gate=1.0)
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("give position= as well", dict(gate=1.0)),
+        ("and content", dict(gate=1.0, content=False, position=GaussianPosition(GRID, 3))),
+        ("nothing to attend by: give position=", dict(content=False)),
+        ("drop sink=True", dict(sink=True, position=RelativeBias(GRID, margin=1))),
+        ("drop sink=True", dict(sink=True, mask=Neighbourhood(GRID, 3, boundary="zero"))),
+        ("heads=3 does not divide dim=10; use heads=2", dict(dim=10, head_dim=4, value=False)),
+    ],
+)
+def test_contradictions_are_refused(words, options):
+    with pytest.raises(ValueError) as error:
+        Attention(**{"dim": 12, "heads": 3} | options)
+    assert words in str(error.value)
+
+
+def test_a_share_beyond_one_is_refused():
+    with pytest.raises(ValueError, match=r"alpha=1\.5 is the share of the tokens.*use 0 to 1"):
+        mixture(alpha=1.5)
+
+
+def test_ungated_and_frozen_convits():
+    """PSA sums both logits before one softmax; Table 3 of d'Ascoli et al. freezes gates, or all of the attention."""
+    settings = dict(dim=16, depth=3, gpsa_layers=2, seed=0)
+
+    def frozen(**options):
+        model = create_model("convit", **settings, **options)
+        return {name for name, p in model.named_parameters() if not p.requires_grad}
+
+    summed = create_model("convit", gated=False, **settings).local_blocks[0].attention.double()
+    assert summed.gate is None
+    x = torch.randn(2, 64, 16, dtype=torch.float64)
+    query, key = summed.query_key(x).chunk(2, dim=-1)
+    logits = query[..., 4:8] @ key[..., 4:8].mT / 2 + summed.position()[1]
+    torch.testing.assert_close(summed.weights(x)[:, 1], logits.softmax(-1))
+    assert not frozen()
+    assert frozen(train_gate=False) == {f"local_blocks.{i}.attention.gate" for i in range(2)}
+    parts = ("query_key.weight", "value.weight", "project.weight", "project.bias", "position.vector", "gate")
+    assert frozen(train_gpsa=False) == {f"local_blocks.{i}.attention.{part}" for i in range(2) for part in parts}
+    gate = create_model("convit", gate=0.0, **settings).local_blocks[1].attention.gate
+    assert torch.equal(gate, torch.zeros(4))

@@ -1,15 +1,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 
 from vitprobe.models import create_model
 from vitprobe.models.alternet import WindowAttentionBlock, attention_places
-from vitprobe.models.resnet import PreActivationBlock
+from vitprobe.models.resnet import PreActivationBlock, Smoothing
 
 
 def millions(name, **options):
     with torch.device("meta"):
-        model = create_model(name, num_classes=100, **options)
+        model = create_model(name, **{"num_classes": 100, **options})
     return sum(parameter.numel() for parameter in model.parameters()) / 1e6
 
 
@@ -20,19 +21,19 @@ def millions(name, **options):
         ("vit_ti", dict(patch_size=4), 5.373),
         ("vit_s", dict(patch_size=2), 21.42),
         ("vit", dict(patch_size=2, dim=768, heads=12), 85.31),
+        ("resnet50", dict(), 23.705),
+        ("resnext50", dict(), 23.177),
         ("preact_resnet50", dict(), 23.698),
         ("preact_resnet50", dict(blocks=(3, 4, 6, 4)), 28.160),
+        ("preact_resnet50_3464", dict(), 28.160),
         ("alternet50", dict(attentions=(0, 0, 0, 0)), 28.160),
         ("alternet50", dict(), 33.013),
-        (
-            "alternet",
-            dict(widths=(64, 128, 256, 512), blocks=(2, 2, 2, 2), attentions=(0, 1, 1, 1), bottleneck=1),
-            9.499,
-        ),
+        ("alternet18", dict(), 9.499),
+        ("alternet50_imagenet", dict(num_classes=1000), 35.915),
     ],
 )
 def test_parameter_counts_of_the_papers(name, options, expected):
-    """Park & Kim 2022, CIFAR-100 [million parameters]."""
+    """Park & Kim 2022, CIFAR-100 unless said [million parameters]."""
     decimals = len(str(expected).partition(".")[2])
     assert millions(name, **options) == pytest.approx(expected, abs=0.51 * 10**-decimals)
 
@@ -89,6 +90,93 @@ def test_preact_resnet_by_hand(bottleneck, training):
     assert sum("shortcut" in key for key in state) == 2 + (bottleneck == 4)
     expected = preact_reference(state, x, blocks=blocks, bottleneck=bottleneck, training=training)
     torch.testing.assert_close(model.train(training)(x), expected)
+
+
+def scattered_(model):
+    """Random norms and biases, wide enough for a missing one to show."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point() and tensor.ndim == 1:  # scattered kernels would overflow 50 layers
+                tensor.add_(0.2 * torch.rand_like(tensor))
+    return model
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("resnet18", "resnet18"), ("resnet50", "resnet50"), ("resnext50", "resnext50_32x4d")]
+)
+def test_resnets_of_torchvision(name, theirs, training):
+    theirs = scattered_(torchvision.models.get_model(theirs, num_classes=10)).train(training)
+    ours = create_model(name, stem="imagenet").train(training)
+    # Both list their layers in the order of the forward pass, shortcuts after the branch.
+    ours.load_state_dict(dict(zip(ours.state_dict(), theirs.state_dict().values(), strict=True)))
+    x = torch.randn(2, 3, 64, 96)
+    expected = theirs(x)
+    assert expected.std() > 0.05
+    torch.testing.assert_close(ours(x), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_cifar_stem_keeps_every_position():
+    """The same network as torchvision's once its 7x7 stem and pooling are a 3x3 stem."""
+    theirs = torchvision.models.resnet18(num_classes=10)
+    theirs.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    theirs.maxpool = torch.nn.Identity()
+    theirs = scattered_(theirs).eval()
+    ours = create_model("resnet18").eval()
+    ours.load_state_dict(dict(zip(ours.state_dict(), theirs.state_dict().values(), strict=True)))
+    x = torch.randn(2, 3, 16, 24)
+    expected = theirs(x)
+    torch.testing.assert_close(ours(x), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_imagenet_stem_before_activation():
+    """A convolution and a pooling, without norm: the rest sees a map of a quarter the side."""
+    torch.manual_seed(0)
+    options = dict(widths=(8, 16), blocks=(1, 1), seed=0)
+    model = create_model("preact_resnet", stem="imagenet", **options).eval()
+    small = create_model("preact_resnet", **options).eval()
+    small.load_state_dict({**model.state_dict(), "stem.weight": small.stem.weight})
+    x = torch.randn(2, 3, 32, 40)
+    stream = F.max_pool2d(F.conv2d(x, model.stem.weight, stride=2, padding=3), 3, stride=2, padding=1)
+    small.stem = torch.nn.Identity()
+    assert stream.shape == (2, 8, 8, 10)
+    torch.testing.assert_close(model(x), small(stream))
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_smoothing_by_a_convolution(bounded):
+    x = 20 * torch.randn(2, 5, 4, 7, dtype=torch.float64)
+    kernel = torch.full((5, 1, 2, 2), 0.25, dtype=torch.float64)
+    before = (10 * (x / 10).tanh()).clamp(min=0) if bounded else x
+    out = Smoothing(bounded=bounded)(x)
+    assert out.shape == (2, 5, 5, 8)
+    torch.testing.assert_close(out, F.conv2d(before, kernel, padding=1, groups=5))
+
+
+@pytest.mark.parametrize(("smoothing", "bounded"), [("blur", False), ("tanh", True)])
+@pytest.mark.parametrize("name", ["resnet", "preact_resnet"])
+def test_smoothing_stands_before_every_subsampling(name, smoothing, bounded):
+    options = dict(widths=(8, 16, 16), blocks=(1, 2, 1), seed=0)
+    model, plain = (create_model(name, smoothing=kind, **options).eval() for kind in (smoothing, "none"))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    x = torch.randn(2, 3, 16, 16)
+    stages = [torch.nn.Sequential(*stage, Smoothing(bounded=bounded)) for stage in plain.stages]
+    sides = []
+    for stage in model.stages:
+        stage.register_forward_hook(lambda _, __, out: sides.append(out.shape[-1]))
+    out = model(x)
+    assert sides == [17, 10, 6]  # 16 + 1; ceil(17 / 2) + 1; ceil(10 / 2) + 1
+    assert not torch.allclose(out, plain(x))
+    plain.stages = torch.nn.Sequential(*stages)
+    assert torch.equal(out, plain(x))
+
+
+def test_post_activation_is_what_its_name_says():
+    """What leaves a block is not negative; what leaves a pre-activation block is."""
+    for name, negative in (("resnet", False), ("preact_resnet", True)):
+        model = create_model(name, widths=(8, 16), blocks=(1, 1), seed=0)
+        assert (model.stages(model.stem(torch.randn(2, 3, 8, 8))) < 0).any() == negative
 
 
 @pytest.mark.parametrize(
@@ -151,6 +239,67 @@ def test_window_attention_is_masked_global_attention(size, window):
         mixed.append(logits.softmax(-1) @ values[..., part])
     expected = x + attention.project(torch.cat(mixed, dim=-1)).mT.unflatten(2, size)
     torch.testing.assert_close(block(x), expected)
+
+
+def test_alternet50_of_imagenet_is_laid_out_as_published():
+    with torch.device("meta"):
+        model = create_model("alternet50_imagenet")
+        out = model.eval()(torch.empty(2, 3, 224, 224))
+    assert out.shape == (2, 10)
+    kinds = {PreActivationBlock: "C", WindowAttentionBlock: "A"}
+    layout = ["".join(kinds[type(block)] for block in stage) for stage in model.stages]
+    assert layout == ["CCC", "CCCA", "CACACA", "CACA"]
+    attentions = [block.attention for block in model.modules() if isinstance(block, WindowAttentionBlock)]
+    assert {tuple(attention.position.table.shape) for attention in attentions} == {(1, 13, 13)}
+
+
+def test_control_without_attention_is_the_same_network():
+    with torch.device("meta"):
+        control, bare = create_model("preact_resnet50_3464"), create_model("alternet50", attentions=(0, 0, 0, 0))
+    shapes = [{key: value.shape for key, value in model.state_dict().items()} for model in (control, bare)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        (
+            "alternet50",
+            30,
+            "window=4 does not divide maps of 15x15, 8x8, 4x4; use window=1 (possible: [1]). Images of 30x30 pixels"
+            " gave them; sides that are multiples of 32 take window=4.",
+        ),
+        ("alternet50", (32, 96), None),
+        ("alternet50", (32, 30), "maps of 16x15, 8x8, 4x4; use window=1"),
+        ("alternet50", 24, "maps of 12x12, 6x6, 3x3; use window=3 (possible: [1, 3])"),
+        ("alternet50", 1, "a map of 1x1; use window=1"),
+        ("alternet50", 4, "maps of 2x2, 1x1; use window=1"),
+        ("alternet50_imagenet", 32, "maps of 4x4, 2x2, 1x1; use window=1 (possible: [1]). Images of 32x32 pixels"),
+        ("alternet50_imagenet", 448, None),
+        ("alternet50_imagenet", 200, "maps of 25x25, 13x13, 7x7; use window=1"),
+    ],
+)
+def test_windows_and_images(name, size, words):
+    """A proposed window divides the maps of all stages with attention, and the image proposed takes the window."""
+
+    def run(size, **options):
+        with torch.device("meta"):
+            height, width = size if isinstance(size, tuple) else (size, size)
+            model = create_model(
+                name, image_size=size, widths=(8, 16, 16, 16), blocks=(1, 2, 6, 4), heads=(1,) * 4, **options
+            )
+            model.eval()(torch.empty(1, 3, height, width))
+
+    if words is None:
+        run(size)
+        return
+    with pytest.raises(ValueError) as error:
+        run(size)
+    said = str(error.value)
+    assert words in said
+    run(size, window=int(said.partition("use window=")[2].partition(" ")[0]))
+    step = int(said.partition("multiples of ")[2].partition(" ")[0])
+    run((step, 2 * step))
 
 
 def test_window_that_does_not_divide_names_those_that_do():

@@ -1,136 +1,9 @@
-import copy
-import io
-from functools import cache
-
 import pytest
 import torch
 from torch import nn
 
-from vitprobe.models import create_model, describe_model, list_models, register, registry
-
-# Every model is tested as registered, but for those that are too big for that.
-TRANSFORMER = dict(dim=24, depth=2)
-CONVIT = dict(dim=16, depth=3, gpsa_layers=2)
-RESNET = dict(widths=(8, 16), blocks=(1, 2))
-ALTERNET = dict(widths=(16, 32), blocks=(1, 2), attentions=(0, 1), heads=(1, 2), head_dim=4)
-SMALL = {
-    "vit": TRANSFORMER,
-    "vit_ti": TRANSFORMER,
-    "vit_s": TRANSFORMER,
-    "convit": CONVIT,
-    "convit_ti": CONVIT,
-    "convmixer": dict(dim=8, depth=2),
-    "preact_resnet": RESNET,
-    "preact_resnet18": RESNET,
-    "preact_resnet50": RESNET,
-    "alternet": ALTERNET,
-    "alternet50": ALTERNET,
-}
-every_model = pytest.mark.parametrize("name", list_models())
-
-
-def side(name):
-    return 8 if name.endswith("_nano") else 32
-
-
-def oblong(name):
-    """A size that is not square; AlterNet's windows of 4 have to divide the half of it."""
-    return (8, 16) if name == "alternet_nano" else (side(name), side(name) * 3 // 2)
-
-
-def build(name, **settings):
-    return create_model(name, **{"image_size": side(name), "seed": 0, **SMALL.get(name, {}), **settings})
-
-
-@cache
-def trained_a_little(name):
-    """A non-square network of odd settings whose parameters and running statistics are nothing special any more."""
-    model = build(name, image_size=oblong(name), channels=2, num_classes=7)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 1.0  # else the statistics hardly move and the signal dies in evaluation
-    x = torch.randn(3, 2, *oblong(name), generator=torch.Generator().manual_seed(0))
-    out = model(x)
-    out.logsumexp(1).sum().backward()
-    gradients = {key: p.grad for key, p in model.named_parameters()}
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-            p.grad = None
-    return model.eval().requires_grad_(False), x, out, gradients
-
-
-@every_model
-def test_shape_and_gradients(name):
-    _, _, out, gradients = trained_a_little(name)
-    assert out.shape == (3, 7)
-    assert out.isfinite().all()
-    for key, gradient in gradients.items():
-        assert gradient is not None, f"{key} is not used"
-        assert gradient.isfinite().all(), key
-
-
-@every_model
-def test_images_do_not_see_each_other_in_evaluation(name):
-    model, x, _, _ = trained_a_little(name)
-    out = model(x)
-    assert torch.equal(out, model(x))
-    torch.testing.assert_close(out, torch.cat([model(x[i : i + 1]) for i in range(3)]), rtol=1e-4, atol=1e-5)
-    assert (out[0] - out[1]).abs().max() > 1e-3
-
-
-@every_model
-def test_state_dict_round_trip(name):
-    model, x, _, _ = trained_a_little(name)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other = build(name, image_size=oblong(name), channels=2, num_classes=7, seed=1).eval()
-    assert not torch.equal(other(x), model(x))
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other(x), model(x))
-
-
-@every_model
-def test_double_precision(name):
-    model, x, _, _ = trained_a_little(name)
-    out = copy.deepcopy(model).double()(x.double())
-    assert out.dtype == torch.float64
-    torch.testing.assert_close(model(x), out.float(), rtol=1e-4, atol=1e-4)
-
-
-@every_model
-def test_transposed_network_sees_the_transposed_image(name):
-    """Any confusion of rows and columns shows on an image that is not square."""
-    model, x, _, _ = trained_a_little(name)
-    other = build(name, image_size=oblong(name)[::-1], channels=2, num_classes=7).eval()
-    state = model.state_dict()
-    for key, value in state.items():
-        if value.ndim == 4 or key.endswith("table"):  # kernels, relative biases
-            state[key] = value.transpose(-1, -2)
-        elif key.endswith("position.vector"):
-            state[key] = value[:, [0, 2, 1]]
-        elif key == "position":
-            rows, columns = model.patches.grid
-            state[key] = value.unflatten(0, (rows, columns)).transpose(0, 1).flatten(0, 1)
-    other.load_state_dict(state)
-    torch.testing.assert_close(other(x.transpose(-1, -2)), model(x), rtol=1e-4, atol=1e-5)
-
-
-@every_model
-def test_seed_alone_decides_the_weights(name):
-    def weights(seed, global_seed):
-        torch.manual_seed(global_seed)
-        before = torch.get_rng_state()
-        state = build(name, seed=seed).state_dict()
-        assert torch.equal(before, torch.get_rng_state())
-        return state
-
-    first, again, other = weights(3, 0), weights(3, 1), weights(4, 0)
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    drawn = [key for key in first if key.endswith("weight") and first[key].ndim > 1 and "value" not in key]
-    assert drawn
-    assert not any(torch.equal(first[key], other[key]) for key in drawn)
+from vitprobe.cli import main
+from vitprobe.models import create_model, list_models, model_cost, register, registry, variant
 
 
 def test_seed_leaves_other_devices_alone(monkeypatch):
@@ -145,28 +18,6 @@ def test_without_a_seed_the_global_state_decides():
 
     assert torch.equal(weights(0), weights(0))
     assert not torch.equal(weights(0), weights(1))
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("vit", dict(dim=12, depth=1)),
-        ("convit", dict(dim=8, depth=2, gpsa_layers=1)),
-        ("convmixer", dict(dim=4, depth=1)),
-        ("preact_resnet", RESNET),
-        ("alternet", ALTERNET),
-    ],
-)
-def test_compiles_without_a_graph_break(name, settings):
-    torch.compiler.reset()
-    model = create_model(name, image_size=16, seed=0, **settings).eval().requires_grad_(False)
-    x = torch.randn(2, 3, 16, 16)
-    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
-
-
-@every_model
-def test_described_in_one_sentence(name):
-    assert len(describe_model(name)) > 20
 
 
 def test_unknown_name_suggests_the_nearest():
@@ -198,8 +49,12 @@ def test_unknown_option_lists_the_known():
         ("resnet_micro", dict(blocks=(3, 3)), "need one entry per stage"),
         ("alternet_micro", dict(heads=(1, 2)), "need one entry per stage"),
         ("alternet_micro", dict(attentions=(0, 2, 1)), "a stage of 3 blocks takes at most 1"),
-        ("alternet_micro", dict(window=5), "window=5 does not divide a map of 16x16; use window=4"),
-        ("alternet_micro", dict(image_size=24), "window=4 does not divide a map of 6x6; use window=3"),
+        ("alternet_micro", dict(window=5), "window=5 does not divide maps of 16x16, 8x8; use window=4"),
+        ("alternet_micro", dict(image_size=24), "window=4 does not divide maps of 12x12, 6x6; use window=3"),
+        ("resnet", dict(blocks=(2, 0, 2, 2)), "every stage has at least 1 block"),
+        ("resnet", dict(stem="small"), "stem is 'cifar' (3x3) or 'imagenet'"),
+        ("resnet", dict(smoothing="box"), "smoothing is 'none', 'blur' or 'tanh'"),
+        ("resnet", dict(groups=2), "for groups use bottleneck=4"),
         ("resnet_micro", dict(image_size=0), "one positive integer or (height, width), not 0"),
         ("resnet_micro", dict(image_size=(32,)), "one positive integer or (height, width), not (32,)"),
         ("resnet_micro", dict(image_size=32.0), "one positive integer or (height, width), not 32.0"),
@@ -237,3 +92,110 @@ def test_own_networks_register(monkeypatch):
     assert create_model("borrowed", bias=False).bias is None
     with pytest.raises(ValueError, match="'borrowed' is registered already"):
         register(borrowed)
+
+
+def test_a_size_that_a_variant_sets_is_its_default(monkeypatch):
+    monkeypatch.setattr(registry, "_CONSTRUCTORS", dict(registry._CONSTRUCTORS))
+
+    @register
+    def sized(*, image_size, channels, num_classes):
+        """A network that knows its images."""
+        return nn.Linear(image_size[0], image_size[1])
+
+    @variant(sized, image_size=(5, 7))
+    def oblong():
+        """For images of 5x7 pixels."""
+
+    @variant(oblong)
+    def oblong_too():
+        """For images of 5x7 pixels, too."""
+
+    shapes = [create_model(name).weight.shape for name in ("sized", "oblong", "oblong_too")]
+    assert shapes == [(32, 32), (7, 5), (7, 5)]
+    assert create_model("oblong_too", image_size=4).weight.shape == (4, 4)
+
+
+def multiply_adds_by_hooks(model, x):
+    """Outputs times inputs of each output, in every convolution and linear layer of one pass."""
+    total = 0
+
+    def count(module, args, out):
+        nonlocal total
+        per_output = module.weight[0].numel()
+        total += out.numel() * per_output
+
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.register_forward_hook(count)
+    model.eval()(x)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("resnet18", {}),
+        ("resnext50", dict(image_size=(32, 64), num_classes=100)),
+        ("preact_resnet50", dict(stem="imagenet", image_size=64)),
+        ("convmixer_micro", dict(channels=1)),
+        ("mixer_micro", dict(num_classes=7)),
+    ],
+)
+def test_cost_of_networks_without_attention(name, options):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    cost = model_cost(name, **options)
+    assert torch.equal(before, torch.get_rng_state())
+    model = create_model(name, **options)
+    assert cost.parameters == sum(p.numel() for p in model.parameters())
+    x = torch.zeros(1, options.get("channels", 3), *cost.image_size)
+    assert cost.multiply_adds == multiply_adds_by_hooks(model, x)
+
+
+@pytest.mark.parametrize("name", ["vit_ti", "deit_ti"])
+def test_cost_of_attention_by_hand(name):
+    patches, dim, classes = 16 * 16, 192, 10
+    tokens = patches + 1
+    block = 4 * tokens * dim**2 + 2 * tokens**2 * dim + 8 * tokens * dim**2
+    expected = patches * 12 * dim + 12 * block + dim * classes
+    assert model_cost(name, patch_size=2).multiply_adds == expected
+
+
+def test_cost_of_attention_in_windows_by_hand():
+    """`alternet_nano` on 8x8 pixels: one attention block on a map of 4x4."""
+    with_attention = model_cost("alternet_nano", image_size=8).multiply_adds
+    without = model_cost("alternet_nano", image_size=8, attentions=(0, 0)).multiply_adds
+    tokens, dim, inner = 16, 32, 2 * 16
+    attention = tokens * dim * dim + 3 * tokens * dim * inner + 2 * tokens**2 * inner + tokens * inner * dim
+    assert with_attention - without == attention - 2 * tokens * 9 * dim**2
+
+
+def test_cost_of_dense_filters():
+    """One matrix product over all patches per channel where a depthwise convolution was."""
+    options = dict(image_size=16, dim=8, depth=3, patch_size=4)
+    learned, dense = (model_cost("convmixer", **options, filters=kind) for kind in ("learned", "permutation"))
+    assert dense.multiply_adds - learned.multiply_adds == 3 * 8 * 16 * (16 - 25)
+    assert learned.parameters - dense.parameters == 3 * 8 * 26  # frozen filters are no parameters
+
+
+def test_list_with_costs(monkeypatch, capsys):
+    monkeypatch.setattr("vitprobe.models.list_models", lambda: ["vit_nano", "vit_ti", "alternet50_imagenet"])
+    assert main(["list", "models", "-v"]) == 0
+    title, legend, *rows = capsys.readouterr().out.splitlines()
+    assert title.startswith("models") and "multiply-adds" in legend and "10 classes" in legend
+    assert [row.split()[:4] for row in rows] == [
+        ["vit_nano", "8x8", "0.077", "M"],
+        ["vit_ti", "32x32", "5.356", "M"],
+        ["alternet50_imagenet", "224x224", "33.887", "M"],
+    ]
+    assert rows[1].split()[4:6] == [f"{model_cost('vit_ti').multiply_adds / 1e6:.1f}", "M"]
+
+
+def test_list_of_one_kind(capsys):
+    for kind, known in (("models", "vit_ti"), ("probes", "fourier"), ("data", "cifar10"), ("studies", "park_kim")):
+        assert main(["list", kind]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(kind) and known in out and "multiply-adds" not in out
+        assert len([line for line in out.splitlines() if not line.startswith("  ")]) == 1
+    assert main(["list", "network"]) == 2
+    assert "unknown list 'network'" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from vitprobe.attach.layout import Activation, Layout, infer_layout
 from vitprobe.attach.plan import AttentionSite, Plan, Unit, plan
+from vitprobe.attach.spatial import spatial_operator
 from vitprobe.attach.watch import Watch
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "Watch",
     "infer_layout",
     "plan",
+    "spatial_operator",
 ]

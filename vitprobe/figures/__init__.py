@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import xarray as xr
 from matplotlib.figure import Figure
 
+from vitprobe.figures.attention_maps import attention_maps
 from vitprobe.figures.feature_variance import feature_variance
 from vitprobe.figures.fourier import fourier
 from vitprobe.figures.hessian import hessian_density, hessian_eigenvalues
@@ -20,6 +21,7 @@ from vitprobe.figures.trajectory import trajectory
 from vitprobe.names import unknown
 
 __all__ = [
+    "attention_maps",
     "draw",
     "feature_variance",
     "fourier",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 FIGURES: Mapping[str, Callable[[xr.Dataset], Figure]] = {
+    "attention_maps": attention_maps,
     "fourier": fourier,
     "feature_variance": feature_variance,
     "nonlocality": nonlocality,

@@ -79,6 +79,7 @@ def alternet(
     head_dim: int = 64,
     window: int = 4,
     bottleneck: int = 4,
+    stem: str = "cifar",
 ) -> PreActivationResNet:
     """AlterNet: a pre-activation ResNet whose stages end in attention; the default is Alter-ResNet-50 for CIFAR.
 
@@ -93,6 +94,7 @@ def alternet(
         head_dim: channels of a head.
         window: side of the attention windows [cells of the map].
         bottleneck: 1 for basic blocks, 4 for bottleneck blocks.
+        stem: `"cifar"` (3x3, every position kept) or `"imagenet"` (7x7 with stride 2, 3x3 max-pooling with stride 2).
 
     Returns:
         The network.
@@ -106,11 +108,7 @@ def alternet(
             "need one entry per stage each."
         )
     places = [attention_places(count, attention) for count, attention in zip(blocks, attentions, strict=True)]
-    height, width = image_size
-    for attention in attentions:
-        if attention:
-            check_divides(window, (height, width), what="window", of=f"a map of {height}x{width}")
-        height, width = (height + 1) // 2, (width + 1) // 2
+    _check_window(window, image_size, attentions, first_stride=4 if stem == "imagenet" else 1)
 
     def block(stage: int, index: int, in_channels: int, out_channels: int, stride: int) -> nn.Module:
         if places[stage][index]:
@@ -125,12 +123,46 @@ def alternet(
         stem_width=widths[0] // bottleneck,
         widths=widths,
         blocks=blocks,
+        stem=stem,
     )
+
+
+def _check_window(window: int, image_size: tuple[int, int], attentions: Sequence[int], *, first_stride: int) -> None:
+    """Refuse a window that does not divide every map with attention, naming those that divide them all."""
+    # Convolutions and pooling with stride 2 round up.
+    maps = [
+        tuple(-(-side // (first_stride * 2**stage)) for side in image_size)
+        for stage, attention in enumerate(attentions)
+        if attention
+    ]
+    if not maps:
+        return
+    sizes = list(dict.fromkeys(f"{height}x{width}" for height, width in maps))
+    of = f"maps of {', '.join(sizes)}" if len(sizes) > 1 else f"a map of {sizes[0]}"
+    try:
+        check_divides(window, sum(maps, ()), what="window", of=of)
+    except ValueError as error:
+        last = max(stage for stage, attention in enumerate(attentions) if attention)
+        step = max(window, 1) * first_stride * 2**last
+        raise ValueError(
+            f"{error} Images of {image_size[0]}x{image_size[1]} pixels gave them; sides that are multiples of {step} "
+            f"take window={max(window, 1)}."
+        ) from None
 
 
 @variant(alternet)
 def alternet50() -> None:
     """Alter-ResNet-50 for CIFAR: blocks (3, 4, 6, 4), attentions (0, 1, 1, 2), windows of 4."""
+
+
+@variant(alternet, attentions=(0, 1, 3, 2), window=7, stem="imagenet", image_size=224)
+def alternet50_imagenet() -> None:
+    """Alter-ResNet-50 for ImageNet: blocks (3, 4, 6, 4), attentions (0, 1, 3, 2), windows of 7; 224x224 images."""
+
+
+@variant(alternet, widths=(64, 128, 256, 512), blocks=(2, 2, 2, 2), attentions=(0, 1, 1, 1), bottleneck=1)
+def alternet18() -> None:
+    """Alter-ResNet-18 for CIFAR: basic blocks (2, 2, 2, 2), attentions (0, 1, 1, 1), windows of 4."""
 
 
 @variant(

@@ -12,12 +12,23 @@ from vitprobe.models.layers import LayerNorm, PatchEmbedding, TransformerBlock, 
 from vitprobe.models.registry import register, variant
 
 
-def gpsa(dim: int, heads: int, *, grid: tuple[int, int], qkv_bias: bool = False) -> Attention:
-    """Gated positional self-attention: content and a Gaussian of position, chosen between by one gate per head.
+def gpsa(
+    dim: int,
+    heads: int,
+    *,
+    grid: tuple[int, int],
+    gate: float | None = 1.0,
+    train_gate: bool = True,
+    qkv_bias: bool = False,
+) -> Attention:
+    """Gated positional self-attention: content and a Gaussian of position, chosen between by one gate per head (eq. 7).
 
-    The gates start at logit 1, so that position has a share of 0.731.
+    The gates start at logit 1, so that position has a share of 0.731. Without gates (`None`) it is positional
+    self-attention (PSA): both logits in one softmax.
     """
-    return Attention(dim, heads, position=GaussianPosition(grid, heads), gate=1.0, qkv_bias=qkv_bias)
+    return Attention(
+        dim, heads, position=GaussianPosition(grid, heads), gate=gate, train_gate=train_gate, qkv_bias=qkv_bias
+    )
 
 
 class ConViT(nn.Module):
@@ -35,6 +46,10 @@ class ConViT(nn.Module):
         heads: int,
         mlp_ratio: float,
         gpsa_layers: int,
+        gated: bool,
+        gate: float,
+        train_gate: bool,
+        train_gpsa: bool,
         local: bool,
         locality_strength: float,
         centers: str,
@@ -51,7 +66,18 @@ class ConViT(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(dim)) if pool == "class" else None
         self.num_prefix_tokens = int(pool == "class")
         self.local_blocks = nn.Sequential(*[
-            TransformerBlock(gpsa(dim, heads, grid=self.patches.grid, qkv_bias=qkv_bias), dim, mlp_ratio=mlp_ratio)
+            TransformerBlock(
+                gpsa(
+                    dim,
+                    heads,
+                    grid=self.patches.grid,
+                    gate=gate if gated else None,
+                    train_gate=train_gate,
+                    qkv_bias=qkv_bias,
+                ),
+                dim,
+                mlp_ratio=mlp_ratio,
+            )
             for _ in range(gpsa_layers)
         ])
         self.global_blocks = nn.Sequential(*[
@@ -67,8 +93,11 @@ class ConViT(nn.Module):
         for module in self.local_blocks.modules():
             if local and isinstance(module, GaussianPosition):
                 module.set_local_(strength=locality_strength, centers=centers)
-            if local and isinstance(module, Attention):
-                nn.init.eye_(module.value.weight)
+            if isinstance(module, Attention):
+                if local and isinstance(module.value, nn.Linear):
+                    nn.init.eye_(module.value.weight)
+                if not train_gpsa:
+                    module.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `(batch, class)` of images `(batch, channel, y, x)`."""
@@ -91,6 +120,10 @@ def convit(
     heads: int = 4,
     mlp_ratio: float = 4.0,
     gpsa_layers: int = 10,
+    gated: bool = True,
+    gate: float = 1.0,
+    train_gate: bool = True,
+    train_gpsa: bool = True,
     local: bool = True,
     locality_strength: float = 1.0,
     centers: str = "code",
@@ -109,6 +142,10 @@ def convit(
         heads: heads per block; a square number gives every head a place on the lattice of offsets.
         mlp_ratio: hidden width of the MLP over `dim`.
         gpsa_layers: how many blocks, from the first on, are gated; the class token joins after the last of them.
+        gated: `False` sums content and position logits before one softmax in those blocks (PSA, Fig. 9).
+        gate: where the gates start (their logit); 0 shares equally.
+        train_gate: `False` freezes the gates (Table 3 b and d: at 0).
+        train_gpsa: `False` freezes the whole attention of the gated blocks (Table 3 f and g).
         local: start the gated blocks as convolutions (position vectors on a lattice, identity values).
         locality_strength: inverse width of the heads' Gaussians [1/patch^2].
         centers: where an even lattice sits, `"code"` or `"paper"`; see `GaussianPosition.set_local_`.
@@ -124,6 +161,31 @@ def convit(
 @variant(convit, dim=192, heads=4)
 def convit_ti() -> None:
     """ConViT-Ti: 192 wide, 12 deep (10 gated), 4 heads; patch 4 for small images."""
+
+
+@variant(convit, dim=256, heads=4)
+def convit_ti_plus() -> None:
+    """ConViT-Ti+: 256 wide, 12 deep (10 gated), 4 heads; patch 4 for small images."""
+
+
+@variant(convit, dim=432, heads=9)
+def convit_s() -> None:
+    """ConViT-S: 432 wide, 12 deep (10 gated), 9 heads; patch 4 for small images."""
+
+
+@variant(convit, dim=576, heads=9)
+def convit_s_plus() -> None:
+    """ConViT-S+: 576 wide, 12 deep (10 gated), 9 heads; patch 4 for small images."""
+
+
+@variant(convit, dim=768, heads=16)
+def convit_b() -> None:
+    """ConViT-B: 768 wide, 12 deep (10 gated), 16 heads; patch 4 for small images."""
+
+
+@variant(convit, dim=1024, heads=16)
+def convit_b_plus() -> None:
+    """ConViT-B+: 1024 wide, 12 deep (10 gated), 16 heads; patch 4 for small images."""
 
 
 @variant(convit, dim=96, depth=6, heads=4, mlp_ratio=2.0, gpsa_layers=5, pool="mean")

@@ -6,6 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from vitprobe.names import unknown
+
 
 def check_divides(divisor: int, sizes: tuple[int, ...], *, what: str, of: str) -> None:
     """Refuse a size that does not divide, and name those that would.
@@ -25,6 +27,20 @@ def check_divides(divisor: int, sizes: tuple[int, ...], *, what: str, of: str) -
     valid = [d for d in range(1, common + 1) if common % d == 0]
     nearest = min(valid, key=lambda d: abs(d - divisor))
     raise ValueError(f"{what}={divisor} does not divide {of}; use {what}={nearest} (possible: {valid}).")
+
+
+def check_odd(size: int, *, what: str) -> None:
+    """Refuse a kernel without a middle, and name one that has it.
+
+    Args:
+        size: the kernel's side.
+        what: the word for it, e.g. `"kernel_size"`.
+
+    Raises:
+        ValueError: if the size is even, or not positive.
+    """
+    if size < 1 or size % 2 == 0:
+        raise ValueError(f"{what}={size} has no middle: use {max(size + 1, 1)} or another odd number.")
 
 
 class StochasticDepth(nn.Module):
@@ -56,25 +72,78 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(dim, eps=1e-6)
 
 
+def cut_grid(image_size: tuple[int, int], patch_size: int) -> tuple[int, int]:
+    """Rows and columns of patches in an image.
+
+    Args:
+        image_size: `(height, width)` [pixels].
+        patch_size: side of a patch [pixels].
+
+    Returns:
+        The grid.
+
+    Raises:
+        ValueError: if the patches do not fill the image.
+    """
+    height, width = image_size
+    check_divides(patch_size, image_size, what="patch_size", of=f"an image of {height}x{width} pixels")
+    return height // patch_size, width // patch_size
+
+
+def check_image_size(x: Tensor, image_size: tuple[int, int]) -> None:
+    """Refuse images `(..., y, x)` of another size than the model was built for.
+
+    Args:
+        x: the images.
+        image_size: `(height, width)` [pixels].
+
+    Raises:
+        ValueError: if the sizes differ.
+    """
+    if tuple(x.shape[-2:]) != image_size:
+        raise ValueError(
+            f"this model was built for images of {image_size[0]}x{image_size[1]} pixels and got "
+            f"{x.shape[-2]}x{x.shape[-1]}: build it with image_size={tuple(x.shape[-2:])}."
+        )
+
+
 class PatchEmbedding(nn.Module):
     """Cuts an image into square patches and maps each linearly: `(batch, channel, y, x)` to `(batch, token, dim)`."""
 
     def __init__(self, *, image_size: tuple[int, int], patch_size: int, channels: int, dim: int) -> None:
         super().__init__()
-        height, width = image_size
-        check_divides(patch_size, image_size, what="patch_size", of=f"an image of {height}x{width} pixels")
+        self.grid = cut_grid(image_size, patch_size)
         self.image_size = image_size
-        self.grid = (height // patch_size, width // patch_size)
         self.project = nn.Conv2d(channels, dim, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens in row-major order of the grid."""
-        if tuple(x.shape[-2:]) != self.image_size:
-            raise ValueError(
-                f"this model was built for images of {self.image_size[0]}x{self.image_size[1]} pixels and got "
-                f"{x.shape[-2]}x{x.shape[-1]}: build it with image_size={tuple(x.shape[-2:])}."
-            )
+        check_image_size(x, self.image_size)
         return rearrange(self.project(x), "b d h w -> b (h w) d")
+
+
+class NormedPatchEmbedding(nn.Module):
+    """Cuts an image into patches and maps each by norm, linear layer, norm (Simple ViT as Zheng et al. 2024 have it).
+
+    `(batch, channel, y, x)` to `(batch, token, dim)`; a patch's numbers are in the order channel, row, column.
+    """
+
+    def __init__(self, *, image_size: tuple[int, int], patch_size: int, channels: int, dim: int) -> None:
+        super().__init__()
+        self.grid = cut_grid(image_size, patch_size)
+        self.image_size = image_size
+        self.patch_size = patch_size
+        numbers = channels * patch_size**2
+        self.pixel_norm = LayerNorm(numbers)
+        self.project = nn.Linear(numbers, dim)
+        self.norm = LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens in row-major order of the grid."""
+        check_image_size(x, self.image_size)
+        side = self.patch_size
+        patches = rearrange(x, "b c (h i) (w j) -> b (h w) (c i j)", i=side, j=side)
+        return self.norm(self.project(self.pixel_norm(patches)))
 
 
 class MLP(nn.Sequential):
@@ -84,22 +153,49 @@ class MLP(nn.Sequential):
         super().__init__(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
 
 
-class TransformerBlock(nn.Module):
-    """A pre-norm transformer block: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+class LayerScale(nn.Module):
+    """A learned factor per channel on a residual branch (Touvron et al. 2021, *Going Deeper with Image Transformers*).
 
-    def __init__(self, attention: nn.Module, dim: int, *, mlp_ratio: float) -> None:
+    Args:
+        dim: channels.
+        start: the factors before training.
+    """
+
+    def __init__(self, dim: int, start: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((dim,), float(start)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale `(..., dim)`."""
+        return x * self.factor
+
+
+class TransformerBlock(nn.Module):
+    """A pre-norm transformer block: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
+
+    Args:
+        attention: what mixes the tokens.
+        dim: channels of the tokens.
+        mlp_ratio: hidden width of the MLP over `dim`.
+        layer_scale: start of a learned factor per channel on both branches; none unless given.
+    """
+
+    def __init__(self, attention: nn.Module, dim: int, *, mlp_ratio: float, layer_scale: float | None = None) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(dim)
         self.attention = attention
         self.mlp_norm = LayerNorm(dim)
         self.mlp = MLP(dim, int(dim * mlp_ratio))
+        self.attention_scale, self.mlp_scale = (
+            nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale) for _ in range(2)
+        )
         self.drop_attention = StochasticDepth()
         self.drop_mlp = StochasticDepth()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `(batch, token, dim)` to the same shape."""
-        x = x + self.drop_attention(self.attention(self.attention_norm(x)))
-        return x + self.drop_mlp(self.mlp(self.mlp_norm(x)))
+        x = x + self.drop_attention(self.attention_scale(self.attention(self.attention_norm(x))))
+        return x + self.drop_mlp(self.mlp_scale(self.mlp(self.mlp_norm(x))))
 
 
 def sincos_positions(grid: tuple[int, int], dim: int) -> Tensor:
@@ -125,6 +221,43 @@ def sincos_positions(grid: tuple[int, int], dim: int) -> Tensor:
     y, x = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
     angles = [rearrange(axis, "h w -> (h w) 1") * frequency for axis in (x, y)]
     return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], dim=1).float()
+
+
+class PositionCode(nn.Module):
+    """A position code `(token, dim)` as a module, so that several layers can share one.
+
+    Args:
+        kind: `"sincos"` (fixed, `sincos_positions`), `"identity"` (fixed, `[I | 0]`: every patch has a channel of its
+            own), or `"learned"`, which starts as wide as the sine-cosine code.
+        grid: rows and columns of patches.
+        dim: channels.
+
+    Raises:
+        ValueError: if the kind is none of these, or the channels are too few for it.
+    """
+
+    def __init__(self, kind: str, grid: tuple[int, int], dim: int) -> None:
+        super().__init__()
+        tokens = grid[0] * grid[1]
+        self.dim = dim
+        self.code: Tensor
+        if kind == "learned":
+            self.code = nn.Parameter(math.sqrt(0.5) * torch.randn(tokens, dim))
+        elif kind == "sincos":
+            self.register_buffer("code", sincos_positions(grid, dim), persistent=False)
+        elif kind == "identity":
+            if dim < tokens:
+                raise ValueError(
+                    f"an identity position code gives each of {tokens} patches a channel of its own: use dim={tokens} "
+                    f"or more, not {dim}, or larger patches."
+                )
+            self.register_buffer("code", torch.eye(tokens, dim), persistent=False)
+        else:
+            raise unknown("position code", kind, ("sincos", "identity", "learned"))
+
+    def forward(self) -> Tensor:
+        """The code, tokens in row-major order."""
+        return self.code
 
 
 def init_transformer_(module: nn.Module) -> None:

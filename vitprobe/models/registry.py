@@ -2,15 +2,19 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from vitprobe.names import unknown
 from vitprobe.seeds import derive_seed
 
 _CONSTRUCTORS: dict[str, Callable[..., nn.Module]] = {}
+_LIBRARIES: dict[str, Callable[[str], Callable[..., nn.Module]]] = {}
 
 
 def register(constructor: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -33,8 +37,23 @@ def register(constructor: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return constructor
 
 
+def register_library(prefix: str, find: Callable[[str], Callable[..., nn.Module]]) -> None:
+    """Make `create_model("prefix:NAME")` build another library's models.
+
+    Args:
+        prefix: the library's name.
+        find: gives the constructor of a name, as `register` takes it, or raises `vitprobe.names.unknown`.
+    """
+    _LIBRARIES[prefix] = find
+
+
+def list_libraries() -> list[str]:
+    """The prefixes that `create_model` accepts before a colon, sorted."""
+    return sorted(_LIBRARIES)
+
+
 def list_models() -> list[str]:
-    """The names that `create_model` accepts, sorted."""
+    """The names of our own that `create_model` accepts, sorted."""
     return sorted(_CONSTRUCTORS)
 
 
@@ -43,10 +62,54 @@ def describe_model(name: str) -> str:
     return (inspect.getdoc(_constructor(name)) or "").split("\n")[0]
 
 
+class ModelCost(NamedTuple):
+    """What a network costs: its images `(height, width)`, its parameters, and multiply-adds per image."""
+
+    image_size: tuple[int, int]
+    parameters: int
+    multiply_adds: int
+
+
+def model_cost(name: str, **arguments: Any) -> ModelCost:
+    """Parameters and multiply-adds of a network, found without building it in memory.
+
+    Multiply-adds are those of convolutions and matrix products in one forward pass, attention included; norms,
+    activations, softmax and pooling are not counted. Many papers call them FLOPs; counted singly there are twice as
+    many.
+
+    Args:
+        name: as for `create_model`.
+        **arguments: as for `create_model`.
+
+    Returns:
+        The cost.
+    """
+    image_size = as_pair(arguments.pop("image_size", _image_size(name)))
+    channels = arguments.pop("channels", 3)
+    with torch.device("meta"), torch.no_grad():
+        model = create_model(name, image_size=image_size, channels=channels, **{"seed": 0, **arguments}).eval()
+        # Whichever attention kernel this machine would choose: the plain one is matrix products, which are counted.
+        with sdpa_kernel(SDPBackend.MATH), _FlopCount() as counter:
+            model(torch.empty(1, channels, *image_size))
+    return ModelCost(image_size, sum(p.numel() for p in model.parameters()), counter.total // 2)
+
+
+class _FlopCount(TorchDispatchMode):
+    """Adds up PyTorch's formulas; `FlopCounterMode` follows modules too, and fails where they hand on tuples."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
 def create_model(
     name: str,
     *,
-    image_size: int | tuple[int, int] = 32,
+    image_size: int | tuple[int, int] | None = None,
     channels: int = 3,
     num_classes: int = 10,
     seed: int | None = None,
@@ -55,8 +118,9 @@ def create_model(
     """Build a network by name.
 
     Args:
-        name: one of `list_models()`.
-        image_size: side of the images, or `(height, width)` [pixels].
+        name: one of `list_models()`, or `timm:NAME` or `torchvision:NAME` of those libraries.
+        image_size: side of the images, or `(height, width)` [pixels]; 32 unless given, but 224 for networks whose
+            name says ImageNet.
         channels: channels of the images.
         num_classes: width of the classifier.
         seed: seeds the initial weights, independently of the global random state, which is left as it was.
@@ -76,7 +140,8 @@ def create_model(
         for option in options:
             if option not in accepted:
                 raise TypeError(f"model {name!r} takes no option {option!r}; it takes {', '.join(sorted(accepted))}.")
-    arguments = dict(image_size=as_pair(image_size), channels=channels, num_classes=num_classes, **options)
+    size = as_pair(_image_size(name) if image_size is None else image_size)
+    arguments = dict(image_size=size, channels=channels, num_classes=num_classes, **options)
     if seed is None:
         return constructor(**arguments)
     device = torch.get_default_device()
@@ -107,9 +172,18 @@ def as_pair(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _constructor(name: str) -> Callable[..., nn.Module]:
+    prefix, colon, rest = name.partition(":")
+    if colon:
+        if prefix not in _LIBRARIES:
+            raise unknown("library", prefix, _LIBRARIES)
+        return _LIBRARIES[prefix](rest)
     if name not in _CONSTRUCTORS:
         raise unknown("model", name, _CONSTRUCTORS)
     return _CONSTRUCTORS[name]
+
+
+def _image_size(name: str) -> int:
+    return getattr(_constructor(name), "image_size", 32)
 
 
 def variant(
@@ -119,7 +193,7 @@ def variant(
 
     Args:
         base: the network's constructor.
-        **defaults: what this size sets.
+        **defaults: what this size sets; an `image_size` is what `create_model` builds it for unless told.
 
     Returns:
         A decorator for an empty function whose name becomes the model's name and whose docstring describes it.
@@ -133,6 +207,8 @@ def variant(
         constructor.__module__ = named.__module__
         constructor.__doc__ = named.__doc__
         constructor.__wrapped__ = base  # type: ignore[attr-defined]
+        if size := defaults.get("image_size", getattr(base, "image_size", None)):
+            constructor.image_size = size  # type: ignore[attr-defined]
         return register(constructor)
 
     return decorate

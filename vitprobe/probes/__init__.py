@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 import xarray as xr
 
+from vitprobe.probes.attention_maps import AttentionMaps, attention_maps, operator_map
 from vitprobe.probes.base import FeatureProbe, RunningMean, along_layer, probe
 from vitprobe.probes.density import hessian_density
 from vitprobe.probes.fourier import Fourier, fourier
 from vitprobe.probes.hessian import hessian_eigenvalues
 from vitprobe.probes.landscape import eigenvector_directions, loss_landscape
 from vitprobe.probes.nonlocality import Nonlocality, nonlocality
+from vitprobe.probes.spatial import distance_profile, operator_statistics
 from vitprobe.probes.trajectory import trajectory
 from vitprobe.probes.variance import FeatureVariance, feature_variance
 
@@ -26,12 +28,15 @@ LOSS_PROBES: dict[str, Callable[..., xr.Dataset]] = {
 __all__ = [
     "FEATURE_PROBES",
     "LOSS_PROBES",
+    "AttentionMaps",
     "FeatureProbe",
     "FeatureVariance",
     "Fourier",
     "Nonlocality",
     "RunningMean",
     "along_layer",
+    "attention_maps",
+    "distance_profile",
     "eigenvector_directions",
     "feature_variance",
     "fourier",
@@ -39,6 +44,8 @@ __all__ = [
     "hessian_eigenvalues",
     "loss_landscape",
     "nonlocality",
+    "operator_map",
+    "operator_statistics",
     "probe",
     "trajectory",
 ]
