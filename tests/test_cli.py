@@ -38,7 +38,8 @@ def test_a_reader_that_leaves_gets_no_traceback():
 
 
 def test_studies_are_those_of_the_folder():
-    assert list_studies() == ["park_kim/fourier", "park_kim/variance"]
+    maps = [f"initial_maps/{name}" for name in ("filters", "gpsa", "impulse")]
+    assert list_studies() == [*maps, "park_kim/fourier", "park_kim/variance"]
     assert (studies_root() / "studies" / "park_kim" / "fourier.py").is_file()
 
 

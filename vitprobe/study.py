@@ -92,7 +92,7 @@ class Study:
         grid: the runs for given settings.
         measure: one run's dataset, with coordinates and attributes of its own; called in a worker process.
         draw: the figure of the stacked dataset.
-        verdicts: what the stacked dataset says of the published claims.
+        verdicts: what the stacked dataset says of the published claims; none for a figure that claims nothing.
     """
 
     name: str
@@ -142,7 +142,9 @@ def run_study(study: Study, settings: Settings, *, executor: Executor | None = N
     save_figure(study.draw(ds), stem.with_suffix(".png"))
     for verdict in verdicts:
         print(f"  {verdict.claim.id:<24} {verdict.verdict:<13} {_numbers(verdict)}")
-    print(f"  {path}\n  {stem.with_suffix('.png')}\n  {write_claims(stem.parent, settings.scale)}")
+    print(f"  {path}\n  {stem.with_suffix('.png')}")
+    if verdicts:
+        print(f"  {write_claims(stem.parent, settings.scale)}")
     return path
 
 
@@ -167,7 +169,7 @@ def write_claims(folder: Path, scale: Scale) -> Path:
     ]
     for file in sorted(folder.glob("*.nc")):
         attributes = load(file).attrs
-        if "verdicts" in attributes and attributes["scale"] in scales:
+        if attributes.get("verdicts", "[]") != "[]" and attributes["scale"] in scales:
             parts.append(f"## {attributes['title']} ({attributes['scale']} scale, [{file.name}]({file.name}))\n")
             parts.append(table(verdicts_from_json(attributes["verdicts"])))
     temporary = path.with_suffix(".md.part")

@@ -51,6 +51,7 @@ def attention_maps(ds: xr.Dataset, *, scale: str = "log") -> Figure:
         raise unknown("scale", scale, ("log", "linear"))
     rows = _rows(ds)
     heads = max(len(row.maps) for row in rows)
+    column = str(ds["head"].attrs.get("long_name", "head"))
     side = min(SIDE, (PAGE_WIDTH - BESIDE) / heads)
     tall = sum(row.maps.shape[1] / row.maps.shape[2] for row in rows)
     norm = _norm(rows, scale)
@@ -71,8 +72,8 @@ def attention_maps(ds: xr.Dataset, *, scale: str = "log") -> Figure:
             present = [ax for ax in down if ax.axison]
             for ax in present[:-1]:
                 ax.tick_params(labelbottom=False)
-            present[0].set_title(f"head {head + 1}")
-        _color_bar(figure, drawn, rows, norm)
+            present[0].set_title(f"{column} {head + 1}")
+        _color_bar(figure, drawn, rows, norm, str(ds["attention"].attrs.get("long_name", "attention weight")))
         figure.supxlabel(_note(ds), fontsize=6.5, color=GREY)
     return figure
 
@@ -126,10 +127,10 @@ def _draw(ax: Axes, weights: np.ndarray, query: tuple[int, int], norm: Normalize
     return drawn
 
 
-def _color_bar(figure: Figure, drawn: Any, rows: list[_Row], norm: Normalize) -> None:
+def _color_bar(figure: Figure, drawn: Any, rows: list[_Row], norm: Normalize, label: str) -> None:
     clipped = isinstance(norm, LogNorm) and min(row.maps.min() for row in rows) < (norm.vmin or 0)
     bar = figure.colorbar(
-        drawn, ax=figure.axes, label="attention weight", extend="min" if clipped else "neither", aspect=30, pad=0.01
+        drawn, ax=figure.axes, label=label, extend="min" if clipped else "neither", aspect=30, pad=0.01
     )
     bar.outline.set_visible(False)
     for patches in {row.maps[0].size for row in rows}:
