@@ -41,6 +41,23 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def described(model: nn.Module) -> dict[str, Any]:
+    """What a dataset says of the model it was measured on.
+
+    Args:
+        model: the module, unwrapped.
+
+    Returns:
+        Attributes: class, number of parameters, and the initialisers that wrote to it, if any did.
+    """
+    said = {
+        "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    initialisation = getattr(model, "initialisation", "")
+    return said | ({"initialisation": initialisation} if isinstance(initialisation, str) and initialisation else {})
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients for the length of a `with`; modes and random state are restored on any exit.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from libraries import LIBRARIES, from_timm, from_vitprobe, randomise_
 
+import vitprobe as vp
 from vitprobe.initializers import attention_layers, mimetic_
 from vitprobe.initializers.report import generator
 from vitprobe.models import create_model
@@ -137,3 +138,18 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="norms its queries and keys"):
         mimetic_(from_timm(qk_norm=True), seed=0)
     mimetic_(from_timm(qk_norm=True), query_key=None, seed=0)
+
+
+def test_probes_and_training_say_how_a_model_was_initialised():
+    data = vp.load_data("digits", train_size=20, test_size=20)
+    model = vp.create_model("vit_nano", image_size=8, channels=1, seed=0)
+    batches = list(data.loader("test", batch_size=10))
+    assert "initialisation" not in vp.feature_variance(model, batches).attrs
+    vp.initializers.mimetic_(model, seed=3)
+    for ds in (
+        vp.feature_variance(model, batches),
+        vp.hessian_eigenvalues(model, batches[:1], k=1),
+        vp.loss_landscape(model, batches, points=2),
+        vp.fit(model, data, vp.Recipe(epochs=1), progress=False),
+    ):
+        assert '"mimetic"' in ds.attrs["initialisation"] and '"seed": 3' in ds.attrs["initialisation"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vitprobe.attach import Activation, AttentionSite, Plan, Unit, Watch, plan
-from vitprobe.calling import as_batches, default_forward, images_of, to_model, untouched, unwrap
+from vitprobe.calling import as_batches, default_forward, described, images_of, to_model, untouched, unwrap
 from vitprobe.results import provenance
 
 
@@ -246,8 +246,7 @@ def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, devi
         config={"probe": one.name, **options},
         device=device,
         probe=one.name,
-        model_class=f"{type(model).__module__}.{type(model).__qualname__}",
-        parameters=sum(p.numel() for p in model.parameters()),
+        **described(model),
         images=images,
         image_height=found.image[0],
         image_width=found.image[1],

@@ -10,7 +10,7 @@ import xarray as xr
 from torch import nn
 from tqdm import tqdm
 
-from vitprobe.calling import unwrap
+from vitprobe.calling import described, unwrap
 from vitprobe.curvature import Lanczos, Loss
 from vitprobe.probes.objective import keep, objective
 from vitprobe.results import provenance
@@ -112,9 +112,8 @@ def hessian_density(
             device=operator.device,
             seed=seed,
             probe="hessian_density",
-            model_class=f"{type(bare).__module__}.{type(bare).__qualname__}",
-            parameters=operator.size,
             trace_mean=float(trace.mean()),
             trace_se=error,
+            **described(bare) | {"parameters": operator.size},
         ),
     )

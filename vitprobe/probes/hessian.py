@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from vitprobe.calling import images_of, unwrap
+from vitprobe.calling import described, images_of, unwrap
 from vitprobe.curvature import (
     Decay,
     Eigenpairs,
@@ -331,8 +331,7 @@ def _dataset(rows: Sequence[Row], model: nn.Module, config: Mapping[str, Any]) -
             method=config["method"],
             which=config["which"],
             per=config["per"],
-            model_class=f"{type(model).__module__}.{type(model).__qualname__}",
-            parameters=sum(p.numel() for p in model.parameters()),
+            **described(model),
         ),
     )
     spectra = config["which"] == "LM" and config["per"] == "batch"

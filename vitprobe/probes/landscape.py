@@ -11,7 +11,7 @@ import xarray as xr
 from torch import nn
 from tqdm import tqdm
 
-from vitprobe.calling import default_forward, images_of, untouched, unwrap
+from vitprobe.calling import default_forward, described, images_of, untouched, unwrap
 from vitprobe.curvature import (
     Checkpoint,
     Directions,
@@ -140,19 +140,18 @@ def loss_landscape(
         identity = {"model": fingerprint(bare), "directions": axes, "batches": fingerprint(kept)}
         identity |= {"config": config, "seed": seed}
     sizes = [len(images_of(batch)) for batch in kept]
-    described: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "device": next(bare.parameters()).device,
         "seed": seed,
         "probe": "loss_landscape",
         "directions": kind,
         "batch_norm": batch_norm,
         "loss": "cross-entropy, mean over images",
-        "model_class": f"{type(bare).__module__}.{type(bare).__qualname__}",
-        "parameters": sum(p.numel() for p in bare.parameters()),
+        **described(bare),
         "images": sum(sizes),
         "batch_size": max(sizes),
     }
-    landscape = _Landscape(steps, pairs, config, described)
+    landscape = _Landscape(steps, pairs, config, attributes)
     file = Growing(path, identity, landscape.unfinished)
     if file.found is not None:
         landscape.go_on(file.found)

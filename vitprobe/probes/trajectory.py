@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from vitprobe.calling import unwrap
+from vitprobe.calling import described, unwrap
 from vitprobe.curvature import (
     Checkpoint,
     Directions,
@@ -182,8 +182,7 @@ def _dataset(
             **{
                 "probe": "trajectory",
                 "directions": plane.kind,
-                "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
-                "parameters": sum(p.numel() for p in model.parameters()),
+                **described(model),
                 "initial_distance": initial,
                 **plane.facts,
             },

@@ -16,7 +16,7 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vitprobe.calling import logits_of
+from vitprobe.calling import described, logits_of
 from vitprobe.results import provenance
 from vitprobe.seeds import derive_seed
 from vitprobe.training.checkpoint import (
@@ -243,7 +243,13 @@ class _Run:
                     {"long_name": "completed epochs", "units": "1"},
                 )
             },
-            attrs=provenance(title="Training history", config=config, device=str(self.device), seed=self.recipe.seed),
+            attrs=provenance(
+                title="Training history",
+                config=config,
+                device=str(self.device),
+                seed=self.recipe.seed,
+                **described(self.model),
+            ),
         )
 
 
