@@ -1,6 +1,10 @@
 """Runs: cached by everything the weights depend on, and by nothing else."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 
 from vitprobe.runs import DataSpec, Run, cache_folder, trained
@@ -38,6 +42,24 @@ def test_key_depends_on_all_that_matters():
         Run(model=RUN.model, data=SMALL, recipe=Recipe(epochs=2, batch_size=20, seed=4)),
     ]
     assert len({run.key() for run in [RUN, *others]}) == 5
+
+
+def test_initialisers_write_before_training_and_count_in_the_key(tmp_path):
+    plain = Run(model="simple_vit_nano", options={"depth": 1}, data=SMALL, recipe=RUN.recipe)
+    assert "initialisers" not in plain.config()  # runs from before there were any keep their keys
+    both = {"impulse_": {"kernel_size": 3}, "mimetic_": {"query_key": None}}
+    run = replace(plain, initialisers=both)
+    swapped = replace(plain, initialisers=dict(reversed(both.items())))
+    assert len({plain.key(), run.key(), swapped.key()}) == 3
+    model = trained(run, cache=tmp_path).model
+    assert [one["initializer"] for one in json.loads(model.initialisation)] == ["impulse", "mimetic"]
+    with pytest.raises(ValueError, match="Did you mean 'impulse_'"):
+        trained(replace(plain, initialisers={"impuls_": {}}), cache=tmp_path)
+
+
+def test_names_of_other_libraries_are_file_names(tmp_path):
+    folder = Run(model="timm:vit_tiny_patch16_224", data=SMALL).folder(tmp_path)
+    assert folder.parent == tmp_path / "runs" and folder.name.startswith("timm-vit_tiny_patch16_224-")
 
 
 def test_key_does_not_depend_on_where_the_data_lie(tmp_path):

@@ -3,9 +3,11 @@
 import difflib
 from collections.abc import Iterable
 
+LISTED = 100  # names that an error lists; other libraries know thousands
+
 
 def unknown(what: str, given: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not in a registry: what was given, the nearest names, and all of them.
+    """The error for a name that is not in a registry: what was given, the nearest names, and all unless too many.
 
     Args:
         what: the kind of thing, e.g. `"model"`.
@@ -18,4 +20,5 @@ def unknown(what: str, given: str, known: Iterable[str]) -> ValueError:
     known = sorted(known)
     near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return ValueError(f"unknown {what} {given!r}.{hint} Known: {', '.join(known)}.")
+    listed = ", ".join(known) if len(known) <= LISTED else f"{len(known)} of them"
+    return ValueError(f"unknown {what} {given!r}.{hint} Known: {listed}.")

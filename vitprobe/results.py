@@ -275,6 +275,11 @@ def _importable(value: Any) -> str:
     return text
 
 
+def plain_name(name: str) -> str:
+    """A name as a part of file names: `"timm:pit_ti"` is `timm-pit_ti`."""
+    return re.sub(r"[^\w.-]", "-", name)
+
+
 def cache_folder() -> Path:
     """`$VITPROBE_CACHE`, or `vitprobe` in the user's cache folder."""
     return Path(os.environ.get("VITPROBE_CACHE") or "~/.cache/vitprobe").expanduser()

@@ -1,5 +1,6 @@
 """A run is one trained model: a name, data, a recipe; trained once, kept by the hash of all of them."""
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +11,14 @@ from typing import Any
 import xarray as xr
 from torch import nn
 
+from vitprobe import initializers
 from vitprobe.data import ImageData, load_data
 from vitprobe.models import create_model
-from vitprobe.results import cache_folder, config_hash
+from vitprobe.names import unknown
+from vitprobe.results import cache_folder, config_hash, plain_name
 from vitprobe.training import Recipe, fit
+
+INITIALISERS = [name for name in initializers.__all__ if name.endswith("_") and name != "convolution_"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +39,15 @@ class Run:
     Attributes:
         model: its name, for `create_model`; its initial weights are drawn from the recipe's seed.
         options: arguments of its constructor.
+        initialisers: what is written over its initial weights, in this order: functions of `vitprobe.initializers` by
+            name, with their options, e.g. `{"impulse_": {"kernel_size": 3}}`; seeded as the weights are.
         data: the images it is trained on.
         recipe: how it is trained.
     """
 
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    initialisers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     data: DataSpec = field(default_factory=DataSpec)
     recipe: Recipe = field(default_factory=Recipe)
 
@@ -50,12 +58,15 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """Everything the trained weights depend on, as plain JSON types; data by content, not by place."""
-        return {
+        config = {
             "model": self.model,
             "options": dict(self.options),
             "data": load(self.data).config(),
             "recipe": self.recipe.config(),
         }
+        # A list, because their order counts; left out where there are none, as in runs from before there were any.
+        listed = [[name, dict(options)] for name, options in self.initialisers.items()]
+        return config | ({"initialisers": listed} if listed else {})
 
     def key(self) -> str:
         """The hash of the configuration."""
@@ -63,7 +74,7 @@ class Run:
 
     def folder(self, cache: Path | None = None) -> Path:
         """Where the run is kept."""
-        return (cache or cache_folder()) / "runs" / f"{self.model}-{self.key()}"
+        return (cache or cache_folder()) / "runs" / f"{plain_name(self.model)}-{self.key()}"
 
     def fraction(self, cache: Path | None = None) -> float:
         """How much of the training is done, 0 to 1, as another process may ask."""
@@ -95,6 +106,9 @@ def trained(run: Run, *, cache: Path | None = None, device: str | None = None, p
 
     Returns:
         The model in evaluation mode, its data, its history.
+
+    Raises:
+        ValueError: if an initialiser is unknown.
     """
     data = load(run.data)
     model = create_model(
@@ -105,6 +119,12 @@ def trained(run: Run, *, cache: Path | None = None, device: str | None = None, p
         seed=run.recipe.seed,
         **run.options,
     )
+    for name, options in run.initialisers.items():
+        if name not in INITIALISERS:
+            raise unknown("initialiser", name, INITIALISERS)
+        initialiser = getattr(initializers, name)
+        drawn = {"seed": run.recipe.seed} if "seed" in inspect.signature(initialiser).parameters else {}
+        initialiser(model, **{**drawn, **options})
     history = fit(model, data, run.recipe, folder=run.folder(cache), device=device, progress=progress)
     return Trained(run, model, data, history)
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from vitprobe.claims import Verdict, table, verdicts_from_json, verdicts_to_json
 from vitprobe.figures import save_figure
-from vitprobe.results import cache_folder, config_hash, load, save, stack_runs
+from vitprobe.results import cache_folder, config_hash, load, plain_name, save, stack_runs
 
 Scale = Literal["smoke", "quick", "cpu", "paper"]
 
@@ -223,7 +223,9 @@ def exit_code(action: Callable[[], Any]) -> int:
 
 def _measured_file(study: Study, run: RunLike, settings: Settings) -> Path:
     key = config_hash({"study": study.name, "run": run.config()})
-    return (settings.cache or cache_folder()) / "measured" / f"{study.name.replace('/', '-')}-{run.model}-{key}.nc"
+    return (
+        (settings.cache or cache_folder()) / "measured" / f"{plain_name(study.name)}-{plain_name(run.model)}-{key}.nc"
+    )
 
 
 def _loads(file: Path) -> bool:
