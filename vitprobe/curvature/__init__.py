@@ -13,11 +13,22 @@ from vitprobe.curvature.directions import (
     random_directions,
     require_random,
 )
-from vitprobe.curvature.lanczos import Eigenpairs, Lanczos, Which, eigenpairs, eigenpairs_together, inner, norm, order
-from vitprobe.curvature.loss import Decay, Loss, LossOperator
+from vitprobe.curvature.lanczos import (
+    Eigenpairs,
+    Lanczos,
+    Which,
+    eigenpairs,
+    eigenpairs_together,
+    inner,
+    noisy_start,
+    norm,
+    order,
+)
+from vitprobe.curvature.loss import BatchNorm, Decay, Loss, LossOperator
 from vitprobe.curvature.stack import LossStack
 
 __all__ = [
+    "BatchNorm",
     "Checkpoint",
     "Decay",
     "Directions",
@@ -34,6 +45,7 @@ __all__ = [
     "eigenpairs_together",
     "inner",
     "movable",
+    "noisy_start",
     "norm",
     "order",
     "path_of",

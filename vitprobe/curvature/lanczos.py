@@ -210,6 +210,22 @@ def norm(a: Tensor) -> float:
     return inner(a, a) ** 0.5
 
 
+def noisy_start(gradient: Tensor, seed: int) -> Tensor:
+    """A start of gradient and noise, each of length one: the one saves products, the other leaves no direction out.
+
+    Args:
+        gradient: `(parameter,)`; may be zero.
+        seed: of the noise.
+
+    Returns:
+        The start.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(gradient.numel(), generator=generator, dtype=torch.float64).to(gradient)
+    length = norm(gradient)
+    return noise / norm(noise) + (gradient / length if length > 0 else 0)
+
+
 def order(values: np.ndarray, which: Which) -> np.ndarray:
     """Indices of values from the most wanted on.
 

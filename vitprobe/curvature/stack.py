@@ -40,6 +40,8 @@ class LossStack:
         with operator.quiet():
             try:
                 losses = vmap(self._loss)(self._copies, batches)
+            except torch.OutOfMemoryError:
+                raise  # a smaller stack is what helps, and the error says what is short
             except RuntimeError as error:
                 raise ValueError(
                     f"{type(operator.model).__name__} cannot be vectorised: use stack=1. ({error})"

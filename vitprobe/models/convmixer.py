@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitprobe.models import filters as banks
-from vitprobe.models.layers import StochasticDepth, check_divides
+from vitprobe.models.layers import StochasticDepth, check_divides, check_odd
 from vitprobe.models.registry import register, variant
 from vitprobe.names import unknown
 
@@ -155,8 +155,7 @@ class ConvMixer(nn.Module):
         super().__init__()
         height, width = image_size
         check_divides(patch_size, image_size, what="patch_size", of=f"an image of {height}x{width} pixels")
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size={kernel_size} has no middle: use {kernel_size + 1} or another odd number.")
+        check_odd(kernel_size, what="kernel_size")
         self.stem = nn.Sequential(
             nn.Conv2d(channels, dim, patch_size, stride=patch_size), nn.GELU(), nn.BatchNorm2d(dim)
         )

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitprobe.calling import Called, Forward, logits_of
-from vitprobe.curvature import Directions, movable
+from vitprobe.curvature import BatchNorm, Directions, movable
 from vitprobe.probes.objective import targets_of
 
 Means = Callable[[np.ndarray], np.ndarray]
@@ -48,7 +47,7 @@ class Cells:
         self.norms = {
             name: module
             for name, module in model.named_modules()
-            if reestimate and isinstance(module, _BatchNorm) and module.running_mean is not None
+            if reestimate and isinstance(module, BatchNorm) and module.running_mean is not None
         }
         if reestimate and not self.norms:
             raise ValueError(

@@ -27,6 +27,7 @@ from vitprobe.curvature import (
     Which,
     eigenpairs,
     eigenpairs_together,
+    noisy_start,
     norm,
     order,
 )
@@ -226,14 +227,14 @@ def _solve(
     if count > 1:
         stack = LossStack(operator)
         gradients, losses = stack.gradients, stack.losses.tolist()
-        begin = [_start(gradient, start) for gradient, start in zip(gradients, starts, strict=True)]
+        begin = [noisy_start(gradient, start) for gradient, start in zip(gradients, starts, strict=True)]
         found = eigenpairs_together(stack.product, begin, k, seeds=seeds, **options)
         return [_row([batch], *result) for batch, *result in zip(batches, found, gradients, losses, strict=True)]
     gradient = operator.gradient()
     if method == "power":
         pairs = _power(operator, k, options["tol"], derive_seed(seed, "power", first))
     else:
-        pairs = eigenpairs(operator.product, _start(gradient, starts[0]), k, seed=seeds[0], **options)
+        pairs = eigenpairs(operator.product, noisy_start(gradient, starts[0]), k, seed=seeds[0], **options)
     return [_row(batches, pairs, gradient, operator.value())]
 
 
@@ -254,14 +255,6 @@ def _rows(ds: xr.Dataset) -> list[Row]:
     """The rows of a dataset that `_dataset` made."""
     arrays = {name: ds[name].values for name in [*_VARIABLES, "fingerprint"]}
     return [{name: array[b] for name, array in arrays.items()} for b in range(ds.sizes["batch"])]
-
-
-def _start(gradient: Tensor, seed: int) -> Tensor:
-    """Gradient and noise, each of length one: the gradient saves products, the noise leaves no direction out."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(gradient.numel(), generator=generator, dtype=torch.float64).to(gradient)
-    length = norm(gradient)
-    return noise / norm(noise) + (gradient / length if length > 0 else 0)
 
 
 def _power(operator: LossOperator, k: int, tol: float, seed: int) -> Eigenpairs:

@@ -18,7 +18,7 @@ from vitprobe.curvature import (
     Normalisation,
     as_directions,
     eigenpairs,
-    norm,
+    noisy_start,
     random_directions,
     require_random,
 )
@@ -220,10 +220,7 @@ def eigenvector_directions(
     """
     bare = unwrap(model)
     operator = objective(bare, keep(batches, bare), forward=forward)
-    generator = torch.Generator().manual_seed(derive_seed(seed, "eigenvectors"))
-    noise = torch.randn(operator.size, generator=generator, dtype=torch.float64).to(operator.point())
-    gradient = operator.gradient()
-    start = noise / norm(noise) + gradient / max(norm(gradient), torch.finfo(gradient.dtype).tiny)
+    start = noisy_start(operator.gradient(), derive_seed(seed, "eigenvectors"))
     found = eigenpairs(operator.product, start, dimensions, which="LM", tol=tol, max_products=max_products, seed=seed)
     if not found.converged.all():
         warnings.warn(
