@@ -237,3 +237,24 @@ def logits_of(output: Any) -> Tensor:
     if not tensors:
         raise TypeError(f"the model returned {type(output).__name__} with no tensor in it.")
     return tensors[0]
+
+
+def targets_of(batch: Any) -> Any:
+    """The targets of a batch: the second of a tuple, or `labels` of a mapping.
+
+    Args:
+        batch: `(images, labels, ...)` or a mapping.
+
+    Returns:
+        The targets.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    if isinstance(batch, Mapping):
+        for key in ("labels", "label"):
+            if key in batch:
+                return batch[key]
+    elif isinstance(batch, tuple | list) and len(batch) > 1:
+        return batch[1]
+    raise ValueError("the batch has no targets: give batches of (images, labels), or mappings with 'labels'.")

@@ -23,6 +23,7 @@ class Watch(Clock):
         model: the module that was traced.
         plan: what `plan` found.
         on_unit: called with a unit and its activation, in chunks of images; `None` to leave activations alone.
+        on_whole_unit: the same with all images of the batch at once.
         on_attention: called with a site and its maps `(image, window, head, query, key)`, in chunks of images;
             `None` to leave attention alone.
     """
@@ -33,13 +34,15 @@ class Watch(Clock):
         plan: Plan,
         *,
         on_unit: Callable[[Unit, Activation], None] | None = None,
+        on_whole_unit: Callable[[Unit, Activation], None] | None = None,
         on_attention: Callable[[AttentionSite, Tensor], None] | None = None,
     ) -> None:
         super().__init__(model)
         self.plan = plan
         self.on_unit = on_unit
+        self.on_whole_unit = on_whole_unit
         self.on_attention = on_attention
-        self._units: dict[Event, Unit] = {unit.event: unit for unit in plan.units} if on_unit else {}
+        self._units: dict[Event, Unit] = {unit.event: unit for unit in plan.units} if on_unit or on_whole_unit else {}
         self._sites: dict[Event, AttentionSite] = {site.event: site for site in plan.attentions} if on_attention else {}
 
     def __call__(self, forward: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Any:
@@ -86,11 +89,13 @@ class Watch(Clock):
             self._show(unit, tensors[0])
 
     def _show(self, unit: Unit, x: Tensor) -> None:
-        assert self.on_unit is not None
         self._seen += 1
         x = unit.layout.batch_first(x)
-        for part in x.split(chunk_size(x[0].numel(), x.device)):
-            self.on_unit(unit, unit.layout.split(part))
+        if self.on_unit is not None:
+            for part in x.split(chunk_size(x[0].numel(), x.device)):
+                self.on_unit(unit, unit.layout.split(part))
+        if self.on_whole_unit is not None:
+            self.on_whole_unit(unit, unit.layout.split(x))
 
     def _maps(
         self, site: AttentionSite, func: Callable, args: tuple, kwargs: dict[str, Any], device: torch.device

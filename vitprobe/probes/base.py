@@ -1,8 +1,10 @@
-"""What all probes share: the pass over the batches, running means with standard errors, coordinates, provenance."""
+"""What the probes of a forward pass share: the pass, means with standard errors, coordinates, provenance."""
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -11,8 +13,19 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vitprobe.attach import Activation, AttentionSite, Plan, Unit, Watch, plan
-from vitprobe.calling import as_batches, default_forward, described, images_of, to_model, untouched, unwrap
+from vitprobe.attach import AttentionSite, Plan, Unit, Watch, plan
+from vitprobe.calling import (
+    as_batches,
+    default_forward,
+    described,
+    images_of,
+    logits_of,
+    targets_of,
+    to_model,
+    untouched,
+    unwrap,
+)
+from vitprobe.names import unknown
 from vitprobe.results import provenance
 
 
@@ -54,23 +67,72 @@ class RunningMean:
         return np.sqrt(squares / (self.count - 1) / self.count)
 
 
+class UnitMean:
+    """Mean over images of a value of every unit, and of the change from the unit before, with standard errors.
+
+    Values come in chunks of images, unit after unit; the change is taken image by image, so that its standard error
+    is that of paired differences. `end_batch` closes a batch.
+    """
+
+    def __init__(self) -> None:
+        self.value: dict[int, RunningMean] = {}
+        self.change: dict[int, RunningMean] = {}
+        self._batch: dict[int, list[Tensor]] = {}
+
+    def add(self, unit: Unit, values: Tensor) -> None:
+        """Add the values `(image,)` of one unit for a chunk of images."""
+        self._batch.setdefault(unit.index, []).append(values)
+
+    def end_batch(self) -> None:
+        """Take the batch into the means."""
+        whole = {index: torch.cat(chunks) for index, chunks in sorted(self._batch.items())}
+        for index, values in whole.items():
+            self.value.setdefault(index, RunningMean()).add(values)
+            if index - 1 in whole:
+                self.change.setdefault(index, RunningMean()).add(values - whole[index - 1].to(values.device))
+        self._batch.clear()
+
+    def variables(self, places: Sequence[Unit], name: str, *, long_name: str, units: str) -> dict[str, Any]:
+        """`name` and `name_change` along `layer` with their standard errors.
+
+        The change is NaN for the first unit, and where the grid is another than that of the unit before.
+        """
+        same = {b.index for a, b in pairwise(places) if a.layout.grid == b.layout.grid}
+        changes = {index: mean for index, mean in self.change.items() if index in same}
+        found: dict[str, Any] = {}
+        for key, text, means in (
+            (name, long_name, self.value),
+            (f"{name}_change", f"change of {name} from the unit before", changes),
+        ):
+            for suffix, attribute in (("", "mean"), ("_se", "standard_error")):
+                column = [
+                    float(getattr(means[unit.index], attribute)) if unit.index in means else math.nan for unit in places
+                ]
+                described = f"standard error over images of {key}" if suffix else text
+                found[key + suffix] = along_layer(column, [], long_name=described, units=units)
+        return found
+
+
 class FeatureProbe(ABC):
-    """A measurement that streams activations or attention maps into running statistics.
+    """A measurement that streams activations, attention maps or outputs into running statistics.
 
     A subclass sets the class attributes, empties its statistics in `start`, adds one chunk of images in `update`,
-    and gives variables along `layer` in `variables`. Everything else is done once, in `probe`.
+    and gives its variables in `dataset`. Everything else is done once, in `probe`.
 
     Attributes:
         name: of the probe, its function and its dataset.
         title: what it measures, for the dataset.
         references: its source, for the dataset.
-        reads: what `update` gets: `(unit, activation)` or `(site, maps)`.
+        reads: what `update` gets: `(unit, activation)`, `(site, maps)`, or `(targets, logits)`.
+        whole_batches: whether an activation comes with all images of the batch at once instead of in chunks, for
+            what compares images with each other.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     references: ClassVar[str]
-    reads: ClassVar[Literal["activation", "attention"]]
+    reads: ClassVar[Literal["activation", "attention", "output"]]
+    whole_batches: ClassVar[bool] = False
 
     @abstractmethod
     def start(self) -> None:
@@ -78,11 +140,14 @@ class FeatureProbe(ABC):
 
     @abstractmethod
     def update(self, where: Any, what: Any) -> None:
-        """Add the activation of a unit, or the maps of an attention site, for a chunk of images."""
+        """Add a unit's activation, a site's attention maps, or the targets and logits, for a chunk of images."""
+
+    def end_batch(self) -> None:  # noqa: B027  (most probes have nothing to do here)
+        """Called when all units and sites of a batch have come by."""
 
     @abstractmethod
     def dataset(self, places: Sequence[Any]) -> xr.Dataset:
-        """What was measured at the given units or sites, as variables along `layer`."""
+        """What was measured at the given units or sites, as variables along `layer`; of outputs, at no place."""
 
     def config(self) -> dict[str, Any]:
         """The options that the numbers depend on."""
@@ -90,7 +155,7 @@ class FeatureProbe(ABC):
 
     def run(self, model: nn.Module, batches: Iterable[Any], **options: Any) -> xr.Dataset:
         """This probe alone: `probe(model, batches, [self])` as one flat dataset."""
-        return _run(model, batches, [self], **options)[self.name]
+        return _run(model, batches, [self], **options)[0][self.name]
 
 
 def probe(
@@ -101,6 +166,7 @@ def probe(
     layers: str | Sequence[str] = "auto",
     prefix: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    missing: Literal["raise", "skip"] = "raise",
     progress: bool = True,
 ) -> xr.DataTree:
     """Measure a model with any number of probes in one pass over the batches.
@@ -117,6 +183,8 @@ def probe(
         prefix: number of class, distillation and register tokens, where the inference (recorded in the dataset's
             coordinates) is wrong.
         forward: `forward(model, batch)` for models that are called in another way.
+        missing: what to do about a probe that has nothing to measure here (attention in a network without it):
+            `"raise"`, or `"skip"` and name it in the tree's attribute `left_out` (JSON: probe to reason).
         progress: whether a terminal shows a progress bar.
 
     Returns:
@@ -126,9 +194,13 @@ def probe(
         TypeError: if the model cannot be watched, or a probe is none.
         ValueError: if there are no batches, or nothing to measure.
     """
-    return xr.DataTree.from_dict(
-        _run(model, batches, probes, layers=layers, prefix=prefix, forward=forward, progress=progress)
+    found, left_out = _run(
+        model, batches, probes, layers=layers, prefix=prefix, forward=forward, missing=missing, progress=progress
     )
+    tree = xr.DataTree.from_dict(found)
+    if left_out:
+        tree.attrs["left_out"] = json.dumps(left_out)
+    return tree
 
 
 def _run(
@@ -139,8 +211,9 @@ def _run(
     layers: str | Sequence[str] = "auto",
     prefix: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    missing: Literal["raise", "skip"] = "raise",
     progress: bool = True,
-) -> dict[str, xr.Dataset]:
+) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
     if isinstance(probes, FeatureProbe):
         raise TypeError(f"probes are a list: write [{type(probes).__name__}(...)].")
     if not probes:
@@ -150,12 +223,15 @@ def _run(
             raise TypeError(f"a probe is a FeatureProbe such as Fourier(), not {one!r}; note the brackets.")
     if len(names := [one.name for one in probes]) > len(set(names)):
         raise ValueError(f"two probes of one name in {names}: datasets go by it; measure them one after the other.")
+    if missing not in ("raise", "skip"):
+        raise unknown("missing", missing, ("raise", "skip"))
     bare = unwrap(model)
     forward = forward or default_forward
     found: Plan | None = None
     watch: Watch | None = None
     shape: tuple[int, ...] = ()
     images = 0
+    left_out: dict[str, str] = {}
     for one in probes:
         one.start()
     with untouched(bare):
@@ -164,66 +240,109 @@ def _run(
             size, *here = images_of(batch).shape
             if found is None or watch is None:
                 found, shape = plan(bare, batch, layers=layers, prefix=prefix, forward=forward), tuple(here)
-                _require_something(found, probes)
+                left_out = {one.name: reason for one in probes if (reason := _reason_against(one, found, batch))}
+                if left_out and missing == "raise":
+                    raise ValueError(next(iter(left_out.values())))
+                probes = [one for one in probes if one.name not in left_out]
                 watch = _watch(bare, found, probes)
             elif tuple(here) != shape:
                 raise ValueError(
                     f"images of {tuple(here)} after images of {shape} (channel, y, x): frequencies and distances "
                     "are not comparable between sizes; measure each size by itself."
                 )
-            watch(forward, bare, batch)
+            output = watch(forward, bare, batch)
+            for one in probes:
+                if one.reads == "output":
+                    one.update(targets_of(batch), logits_of(output))
+                one.end_batch()
             images += size
     if found is None:
         raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
     device = next((str(p.device) for p in bare.parameters()), "cpu")
-    return {one.name: _dataset(one, found, bare, images, device) for one in probes}
+    datasets: dict[str, xr.Dataset] = {}
+    for one in probes:
+        try:
+            datasets[one.name] = _dataset(one, found, bare, images, device)
+        except ValueError as error:  # what only the whole measurement shows: no unit has a diagonal frequency, say
+            if missing == "raise":
+                raise
+            left_out[one.name] = str(error)
+    return datasets, left_out
 
 
 def _places(one: FeatureProbe, found: Plan) -> Sequence[Unit] | Sequence[AttentionSite]:
+    if one.reads == "output":
+        return ()
     return found.units if one.reads == "activation" else found.attentions
 
 
-def _require_something(found: Plan, probes: Sequence[FeatureProbe]) -> None:
-    for one in probes:
-        if not _places(one, found):
-            what, advice = (
-                ("units", 'name modules with layers=["blocks.*"] or the like')
-                if one.reads == "activation"
-                else (
-                    "attention maps between patches",
-                    "attention kernels that bypass PyTorch cannot be seen: run it with SDPA",
-                )
-            )
-            reasons = f" Left out: {'; '.join(found.skipped)}." if found.skipped else ""
-            raise ValueError(f"{one.name}: the forward pass shows no {what}; {advice}.{reasons}")
+def _reason_against(one: FeatureProbe, found: Plan, batch: Any) -> str:
+    """Why a probe has nothing to measure here; empty if it has."""
+    if one.reads == "output":
+        try:
+            targets_of(batch)
+        except ValueError as error:
+            return f"{one.name}: {error}"
+        return ""
+    if _places(one, found):
+        return ""
+    what, advice = (
+        ("units", 'name modules with layers=["blocks.*"] or the like')
+        if one.reads == "activation"
+        else (
+            "attention maps between patches",
+            "attention kernels that bypass PyTorch cannot be seen: run it with SDPA",
+        )
+    )
+    reasons = f" Left out: {'; '.join(found.skipped)}." if found.skipped else ""
+    return f"{one.name}: the forward pass shows no {what}; {advice}.{reasons}"
 
 
 def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe]) -> Watch:
-    readers: dict[str, list[FeatureProbe]] = {"activation": [], "attention": []}
-    for one in probes:
-        readers[one.reads].append(one)
+    on_maps = [one.update for one in probes if one.reads == "attention"]
+    on_chunks = [one.update for one in probes if one.reads == "activation" and not one.whole_batches]
+    on_batches = [one.update for one in probes if one.reads == "activation" and one.whole_batches]
 
-    def on_unit(unit: Unit, activation: Activation) -> None:
-        for one in readers["activation"]:
-            one.update(unit, activation)
+    def each(updates: Sequence[Callable[[Any, Any], None]]) -> Callable[[Any, Any], None] | None:
+        def call(where: Any, what: Any) -> None:
+            for update in updates:
+                update(where, what)
 
-    def on_attention(site: AttentionSite, maps: Tensor) -> None:
-        for one in readers["attention"]:
-            one.update(site, maps)
+        return call if updates else None
 
-    return Watch(
-        model,
-        found,
-        on_unit=on_unit if readers["activation"] else None,
-        on_attention=on_attention if readers["attention"] else None,
-    )
+    return Watch(model, found, on_unit=each(on_chunks), on_whole_unit=each(on_batches), on_attention=each(on_maps))
 
 
 def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, device: str) -> xr.Dataset:
-    places = _places(one, found)
+    ds = one.dataset(places := _places(one, found))
+    if one.reads != "output":
+        ds = ds.assign_coords(_coordinates(places))
+    options = one.config()
+    # Options that are text say which definition was used: they stand by themselves, beside the whole configuration.
+    named: dict[str, Any] = {key: value for key, value in options.items() if isinstance(value, str)}
+    ds.attrs = (
+        provenance(
+            title=one.title,
+            references=one.references,
+            config={"probe": one.name, **options},
+            device=device,
+            probe=one.name,
+            **described(model),
+            images=images,
+            image_height=found.image[0],
+            image_width=found.image[1],
+            skipped=json.dumps(list(found.skipped)),
+            **named,
+        )
+        | ds.attrs
+    )
+    return ds
+
+
+def _coordinates(places: Sequence[Unit] | Sequence[AttentionSite]) -> dict[str, Any]:
     grids = [place.layout.grid if isinstance(place, Unit) else place.grid for place in places]
     prefixes = [place.layout.prefix if isinstance(place, Unit) else place.prefix for place in places]
-    coords: dict[str, tuple[str, Any, dict[str, str]]] = {
+    return {
         "layer": ("layer", np.arange(len(places)), {"long_name": "place in the order of the forward pass"}),
         "layer_name": ("layer", [place.name for place in places], {"long_name": "path of the module"}),
         "kind": ("layer", [place.kind for place in places], {"long_name": "what ran since the unit before"}),
@@ -236,24 +355,6 @@ def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, devi
         "grid_w": ("layer", [grid[1] for grid in grids], {"long_name": "columns of patches", "units": "1"}),
         "prefix": ("layer", prefixes, {"long_name": "class, distillation and register tokens", "units": "1"}),
     }
-    ds = one.dataset(places).assign_coords(coords)
-    options = one.config()
-    # Options that are text say which definition was used: they stand by themselves, beside the whole configuration.
-    named: dict[str, Any] = {key: value for key, value in options.items() if isinstance(value, str)}
-    ds.attrs = provenance(
-        title=one.title,
-        references=one.references,
-        config={"probe": one.name, **options},
-        device=device,
-        probe=one.name,
-        **described(model),
-        images=images,
-        image_height=found.image[0],
-        image_width=found.image[1],
-        skipped=json.dumps(list(found.skipped)),
-        **named,
-    )
-    return ds
 
 
 def along_layer(

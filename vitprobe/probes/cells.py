@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitprobe.calling import Called, Forward, logits_of
+from vitprobe.calling import Called, Forward, logits_of, targets_of
 from vitprobe.curvature import BatchNorm, Directions, movable
-from vitprobe.probes.objective import targets_of
 
 Means = Callable[[np.ndarray], np.ndarray]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

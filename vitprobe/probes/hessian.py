@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from vitprobe.calling import described, images_of, unwrap
+from vitprobe.calling import described, images_of, targets_of, unwrap
 from vitprobe.curvature import (
     Decay,
     Eigenpairs,
@@ -34,7 +34,7 @@ from vitprobe.curvature import (
 from vitprobe.intervals import bootstrap_interval
 from vitprobe.names import unknown
 from vitprobe.probes.growing import Growing, fingerprint
-from vitprobe.probes.objective import drawn, objective, targets_of
+from vitprobe.probes.objective import drawn, objective
 from vitprobe.results import provenance
 from vitprobe.seeds import derive_seed
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitprobe.calling import as_batches, default_forward, images_of, logits_of, to_model
+from vitprobe.calling import as_batches, default_forward, images_of, logits_of, targets_of, to_model
 from vitprobe.curvature import Decay, Loss, LossOperator
 
 
@@ -88,27 +88,6 @@ def objective(
         decay=decay,
         dtype=dtype,
     )
-
-
-def targets_of(batch: Any) -> Any:
-    """The targets of a batch: the second of a tuple, or `labels` of a mapping.
-
-    Args:
-        batch: `(images, labels, ...)` or a mapping.
-
-    Returns:
-        The targets.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    if isinstance(batch, Mapping):
-        for key in ("labels", "label"):
-            if key in batch:
-                return batch[key]
-    elif isinstance(batch, tuple | list) and len(batch) > 1:
-        return batch[1]
-    raise ValueError("a loss needs targets: give batches of (images, labels), or mappings with 'labels'.")
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
