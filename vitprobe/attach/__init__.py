@@ -1,5 +1,6 @@
 """How to watch any eager PyTorch vision model: its residual units, its activations as images, its attention maps."""
 
+from vitprobe.attach.intervene import Intervention, removal
 from vitprobe.attach.layout import Activation, Layout, infer_layout
 from vitprobe.attach.plan import AttentionSite, Plan, Unit, plan
 from vitprobe.attach.spatial import spatial_operator
@@ -8,11 +9,13 @@ from vitprobe.attach.watch import Watch
 __all__ = [
     "Activation",
     "AttentionSite",
+    "Intervention",
     "Layout",
     "Plan",
     "Unit",
     "Watch",
     "infer_layout",
     "plan",
+    "removal",
     "spatial_operator",
 ]

@@ -36,6 +36,10 @@ class Layout:
         """Patches and prefix tokens together."""
         return self.grid[0] * self.grid[1] + self.prefix
 
+    def channels(self, shape: Sequence[int]) -> int:
+        """The channels of an activation of that shape."""
+        return shape[self.axes.index("c")]
+
     def batch_first(self, x: Tensor) -> Tensor:
         """The tensor with the batch on its first axis."""
         return x.transpose(0, 1) if self.axes == "nbc" else x

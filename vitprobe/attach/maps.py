@@ -42,10 +42,10 @@ def recognise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> MapSource 
         kwargs: its keyword arguments.
     """
     if func is F.scaled_dot_product_attention:
-        query, key = _sdpa(*args, **kwargs)[:2]
+        query, key = sdpa_arguments(*args, **kwargs)[:2]
         return MapSource("sdpa", 0, (), (*query.shape[:-1], key.shape[-2]))
     if func is F.multi_head_attention_forward:
-        call = _mha(*args, **kwargs)
+        call = mha_arguments(*args, **kwargs)
         query, heads = call["query"], call["num_heads"]
         if query.ndim != 3:
             return None
@@ -123,14 +123,30 @@ def compute_maps(
             part = slice(start, start + size)
             yield _sdpa_weights(query[part], key[part], _cut(mask, part, query.ndim), causal, scale, grouped)
     else:
-        call = _mha(*args, **kwargs)
+        call = mha_arguments(*args, **kwargs)
         query, key = call["query"], call["key"]
         size = chunk(call["num_heads"] * query.shape[0] * key.shape[0])
         for start in range(0, query.shape[1], size):
             yield _mha_weights(call, slice(start, start + size))
 
 
-def _sdpa(
+def whole_maps(source: MapSource, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The maps of one fused call for the whole batch, of the source's shape: `(..., query, key)`.
+
+    Args:
+        source: what the traced pass found, fused attention or PyTorch's own function.
+        func: the function called.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+    maps = torch.cat(list(compute_maps(source, func, args, kwargs, lambda numbers: 1 << 30)))
+    if source.kind == "sdpa":
+        query, key = sdpa_arguments(*args, **kwargs)[:2]
+        return maps.reshape(*query.shape[:-1], key.shape[-2])
+    return maps
+
+
+def sdpa_arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -147,7 +163,7 @@ def _sdpa(
 def _sdpa_logit_arguments(
     args: tuple, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None, bool, float, bool]:
-    query, key, _, mask, causal, scale, grouped = _sdpa(*args, **kwargs)
+    query, key, _, mask, causal, scale, grouped = sdpa_arguments(*args, **kwargs)
     if query.ndim > 4:
         if mask is not None and mask.ndim > 3:
             mask = mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
@@ -174,7 +190,7 @@ def _sdpa_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool,
     return logits.softmax(-1)
 
 
-def _mha(
+def mha_arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -28,8 +28,10 @@ class Unit:
             (chosen by pattern).
         depth: 0 for the first unit, 1 for the last.
         layout: how its activation holds the image.
+        channels: of its activation.
         event: when its activation comes to be.
         stream: for a residual branch, which operand of the addition (0 or 1) is the stream; else `None`.
+        convolutions: when its convolutions with a spatial kernel run that keep the shape of what they take.
     """
 
     index: int
@@ -37,8 +39,10 @@ class Unit:
     kind: Kind
     depth: float
     layout: Layout
+    channels: int
     event: Event
     stream: int | None = None
+    convolutions: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class AttentionSite:
         windows: windows in an image; 1 for global attention.
         event: when it is applied.
         source: how to get the map.
+        parts: when the two maps that it is a gated sum of come to be, content before position (GPSA); else none.
     """
 
     name: str
@@ -66,6 +71,7 @@ class AttentionSite:
     windows: int
     event: Event
     source: MapSource
+    parts: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -223,7 +229,8 @@ class _Finder:
         for call in calls:
             if any(_matches(call.name, pattern) for pattern in patterns):
                 if layout := self.layout(call.node):
-                    units.append(_Found(Unit(0, call.name, "module", 0.0, layout, call.event), set()))
+                    channels = layout.channels(call.shape)
+                    units.append(_Found(Unit(0, call.name, "module", 0.0, layout, channels, call.event), set()))
                 else:
                     self.skipped.append(f"{call.name}: an output of shape {call.shape} is no image")
         return units
@@ -243,7 +250,7 @@ class _Finder:
                 continue
             unit = next((found.unit for found in units if index in found.nodes), None)
             kind, depth = (unit.kind, unit.depth) if unit else ("msa", math.nan)
-            sites.append(AttentionSite(name, kind, depth, *place, node.event, node.source))
+            sites.append(AttentionSite(name, kind, depth, *place, node.event, node.source, self._parts(node)))
         for found in units:
             if found.unit.kind == "msa" and all(self.trace.nodes[n].source is None for n in found.nodes):
                 self.skipped.append(f"{found.unit.name}: activations multiply each other, but no map's rows sum to one")
@@ -271,6 +278,31 @@ class _Finder:
             rows, columns = layout.grid
             return f"maps of shape {shape} are not those of {self.batch} images of {rows}x{columns} patches"
         return heads, grid, prefix, windows
+
+    def _parts(self, attention: Node) -> tuple[Event, ...]:
+        """The two softmaxes whose gated sum a map is, what depends on the images first."""
+        source, nodes = attention.source, self.trace.nodes
+        assert source is not None
+        shape = source.shape[-2:]
+        if source.kind != "product":
+            return ()
+        found: list[Event] = []
+        waiting = [parent for parent in attention.parents if nodes[parent].shape[-2:] == shape]
+        for n in waiting:  # grows
+            if nodes[n].event.function == "softmax":
+                found.append(nodes[n].event)
+            else:
+                same = [parent for parent in nodes[n].parents if nodes[parent].shape[-2:] == shape]
+                waiting += [parent for parent in same if parent not in waiting]
+        # A position map is the same for all images: no activation, but made in the same module.
+        fixed = [
+            event
+            for event, module, size in self.trace.constant_maps
+            if size[-2:] == shape and module == attention.module
+        ]
+        combined = len(found) == 1 and len(waiting) > 1
+        parts = [*found, *(fixed if combined else [])]
+        return tuple(parts) if len(parts) == 2 else ()
 
     def _around(self, attention: Node) -> Layout | None:
         """The layout of the nearest activation before an attention, by its shape and the operations around it."""
@@ -310,7 +342,13 @@ class _Finder:
         node = self.trace.nodes[end]
         layout = self.layout(end)
         assert layout is not None
-        return _Found(Unit(0, node.module, kind, 0.0, layout, node.event), nodes)
+        convolutions = tuple(
+            one.event
+            for one in (self.trace.nodes[n] for n in sorted(nodes))
+            if one.op == "conv" and one.shape == self.trace.nodes[one.parents[0]].shape
+        )
+        channels = layout.channels(node.shape)
+        return _Found(Unit(0, node.module, kind, 0.0, layout, channels, node.event, convolutions=convolutions), nodes)
 
     def _grid(self, node: int) -> tuple[int, int] | None:
         layout = self.layout(node)

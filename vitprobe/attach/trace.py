@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vitprobe.attach.maps import MapSource, recognise
-from vitprobe.calling import tensors_of
+from vitprobe.calling import replace_tensor, tensors_of
 
 Op = Literal["add", "attention", "conv", "linear", "pool", "other"]
 
@@ -105,6 +105,7 @@ class Trace:
     """The graph of activations of one forward pass; node 0 stands for everything that was put in."""
 
     nodes: list[Node] = field(default_factory=list)
+    constant_maps: list[tuple[Event, str, tuple[int, ...]]] = field(default_factory=list)  # softmaxes of weights alone
     modules: list[ModuleCall] = field(default_factory=list)
     output: int | None = None
 
@@ -169,9 +170,13 @@ class Clock(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         if self._handing_over:  # an operation of `on_module`, not of the model
-            return result
+            return func(*args, **kwargs)
+        frame, name = self.stack[-1], func.__name__
+        event = Event(frame.call, name, frame.functions.get(name, 0) + 1)
+        result = self.instead(event, func, args, kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
         if func is Tensor.__setitem__:
             changed: Any = args[0]
         elif isinstance(result, Tensor | tuple | list):
@@ -179,9 +184,10 @@ class Clock(TorchFunctionMode):
         else:
             return result
         if tensors := tensors_of(changed):
-            frame, name = self.stack[-1], func.__name__
-            frame.functions[name] = number = frame.functions.get(name, 0) + 1
-            self.on_operation(Event(frame.call, name, number), func, args, kwargs, tensors)
+            frame.functions[name] = event.number
+            replacement = self.on_operation(event, func, args, kwargs, tensors)
+            if replacement is not None:
+                return replace_tensor(result, tensors[0], replacement)
         return result
 
     @contextmanager
@@ -206,25 +212,32 @@ class Clock(TorchFunctionMode):
             self.calls += 1
             self.stack.append(_Frame(self.names[module], self.calls))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if module not in self.names:
-            return
+            return None
         frame = self.stack.pop()
         if tensors := tensors_of(output):
             self._handing_over = True
             try:
-                self.on_module(Event(frame.call, "", 0), frame.name, args, tensors)
+                replacement = self.on_module(Event(frame.call, "", 0), frame.name, args, tensors)
             finally:
                 self._handing_over = False
+            if replacement is not None:
+                return replace_tensor(output, tensors[0], replacement)
+        return None  # a hook that returns something replaces the module's output
+
+    def instead(self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Called before each operation: what it is to return without being run, or `NotImplemented` to run it."""
+        return NotImplemented
 
     def on_operation(
         self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> None:
-        """Called after each operation with the tensors that it returned or changed."""
+    ) -> Tensor | None:
+        """Called after each operation with the tensors that it returned or changed; may give another for the first."""
         raise NotImplementedError
 
-    def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> None:
-        """Called after each module of the model that returned tensors."""
+    def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> Tensor | None:
+        """Called after each module of the model that returned tensors; may give another for the first."""
         raise NotImplementedError
 
 
@@ -251,6 +264,8 @@ class Tracer(Clock):
         if not parents:
             for tensor in tensors:
                 self._node.setdefault(tensor, None)
+            if event.function == "softmax":
+                self.trace.constant_maps.append((event, self.stack[-1].name, tuple(tensors[0].shape)))
             return
         op: Op = self._classify(func, args, kwargs)
         source = recognise(func, args, kwargs)

@@ -1,0 +1,217 @@
+"""Repeat a planned forward pass with something else in a place: a unit without its branch, attention with other maps.
+
+No surgery and no copy of the model: the operation that closes a branch, or applies a map, is answered by ours.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitprobe.attach.maps import MapSource, mha_arguments, sdpa_arguments, whole_maps
+from vitprobe.attach.plan import AttentionSite, Plan, Unit
+from vitprobe.attach.trace import Clock, Event
+from vitprobe.calling import Forward, replace_tensor, tensors_of
+
+Removal = Literal["branch", "bypass"]
+Edit = Callable[[AttentionSite, Tensor, tuple[Tensor, ...]], Tensor]
+
+
+def removal(unit: Unit, plan: Plan) -> Removal | None:
+    """How a unit can be taken out of a network.
+
+    Args:
+        unit: one of the plan's.
+        plan: of the network.
+
+    Returns:
+        `"branch"` for a residual branch, whose addition then gives its stream alone; `"bypass"` for a unit without a
+        skip connection that leaves the shape of the stream as it is, whose place the activation of the unit before
+        takes; `None` for others (stems, changes of grid or width without a skip connection).
+    """
+    if unit.stream is not None:
+        return "branch"
+    before = plan.units[unit.index - 1]
+    if unit.index > 0 and (before.layout, before.channels) == (unit.layout, unit.channels):
+        return "bypass"
+    return None
+
+
+class Intervention(Clock):
+    """Forward passes with units removed or attention maps edited.
+
+    Args:
+        model: the module that was traced.
+        plan: what `plan` found.
+        without: units to remove; `removal` says which can be.
+        convolutions: units whose `convolutions` give back what they take, the rest of the branch staying as it is.
+        sites: attention sites whose maps to edit.
+        edit: called with a site, its maps `(image, window, head, query, key)` of the whole batch, and the site's
+            parts of the same shape (GPSA's content and position maps); gives the maps to use.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        without: Collection[Unit] = (),
+        convolutions: Collection[Unit] = (),
+        sites: Collection[AttentionSite] = (),
+        edit: Edit | None = None,
+    ) -> None:
+        super().__init__(model)
+        for unit in without:
+            if removal(unit, plan) is None:
+                raise ValueError(
+                    f"{unit.name} ({unit.kind}) has no skip connection and changes the shape of the stream: "
+                    "there is nothing that could stand in its place."
+                )
+        if sites and edit is None:
+            raise ValueError("sites were given without an edit=: say what becomes of their maps.")
+        self.edit = edit
+        self._branches = {unit.event: unit for unit in without if removal(unit, plan) == "branch"}
+        bypassed = [unit for unit in without if removal(unit, plan) == "bypass"]
+        self._bypassed = {unit.event: unit for unit in bypassed}
+        self._before = {plan.units[unit.index - 1].event: unit.index for unit in bypassed}
+        self._convolutions = {event for unit in convolutions for event in unit.convolutions}
+        self._sites = {site.event: site for site in sites}
+        self._parts = {event: site for site in sites for event in site.parts}
+        self._kept: dict[Any, Tensor] = {}
+
+    def __call__(self, forward: Forward, model: nn.Module, batch: Any) -> Any:
+        """Run one forward pass with the intervention.
+
+        Args:
+            forward: calls the model on a batch.
+            model: the module that was traced.
+            batch: the batch.
+
+        Returns:
+            What the model returned.
+
+        Raises:
+            RuntimeError: if the pass ran other operations than the traced one.
+        """
+        self._done = 0
+        try:
+            with self.running():
+                output = forward(model, batch)
+        finally:
+            self._kept.clear()
+        expected = sum(map(len, (self._branches, self._bypassed, self._convolutions, self._sites)))
+        if self._done != expected:
+            raise RuntimeError(
+                f"the forward pass changed since it was traced: {self._done} of {expected} interventions took place. "
+                "The model decides by the data or the batch size what to run: give batches of one size."
+            )
+        return output
+
+    def instead(self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The stream alone for a removed branch, what it takes for a convolution, the product with the edited maps."""
+        if unit := self._branches.get(event):
+            self._done += 1
+            return _stream_alone(unit, func, args, kwargs)
+        if event in self._convolutions:
+            self._done += 1
+            return tensors_of([*args, kwargs])[0].clone()
+        if site := self._sites.get(event):
+            self._done += 1
+            return self._edited(site, func, args, kwargs)
+        return NotImplemented
+
+    def on_operation(
+        self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Tensor | None:
+        """Keep what an intervention later in the pass needs, and put what was kept in a bypassed unit's place."""
+        return self._pass(event, tensors[0])
+
+    def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> Tensor | None:
+        """The same at a module's return."""
+        return self._pass(event, tensors[0])
+
+    def _pass(self, event: Event, x: Tensor) -> Tensor | None:
+        replacement = None
+        if unit := self._bypassed.get(event):
+            self._done += 1
+            replacement = x = self._kept.pop(unit.index)
+        if (index := self._before.get(event)) is not None:
+            self._kept[index] = x.clone()  # an activation function may work in place on the original
+        if event in self._parts:
+            self._kept[event] = x
+        return replacement
+
+    def _edited(self, site: AttentionSite, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        assert self.edit is not None
+        edit, shaped = self.edit, (-1, site.windows, site.heads)
+        parts = tuple(self._kept.pop(event) for event in site.parts)
+
+        def edited(maps: Tensor) -> Tensor:
+            size = maps.shape[-2:]
+            split = [x.expand(maps.shape).reshape(*shaped, *size) for x in (maps, *parts)]
+            return edit(site, split[0], tuple(split[1:])).to(maps.dtype).reshape(maps.shape)
+
+        return apply_maps(site.source, func, args, kwargs, edited)
+
+
+def apply_maps(
+    source: MapSource, func: Callable, args: tuple, kwargs: dict[str, Any], edit: Callable[[Tensor], Tensor]
+) -> Any:
+    """What an attention call would have returned had its maps been others.
+
+    Args:
+        source: what the traced pass found.
+        func: the function called.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        edit: of the maps `(..., query, key)`.
+
+    Returns:
+        What the function returns, of its own type.
+    """
+    if source.kind == "product":
+        operand = tensors_of([*args, kwargs])[source.operand]
+        inverse = [source.order.index(axis) for axis in range(operand.ndim)]
+        changed = edit(operand.permute(source.order)).permute(inverse)
+        args, kwargs = replace_tensor((args, kwargs), operand, changed)
+        return func(*args, **kwargs)
+    maps = edit(whole_maps(source, func, args, kwargs))
+    if source.kind == "sdpa":
+        query, _, value, *_, grouped = sdpa_arguments(*args, **kwargs)
+        if grouped:
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        return maps.to(value.dtype) @ value
+    return _mha_output(mha_arguments(*args, **kwargs), maps)
+
+
+def _mha_output(call: dict[str, Any], maps: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The output of `F.multi_head_attention_forward` with other maps `(image, head, query, key)`."""
+    value, heads = call["value"], call["num_heads"]
+    width = call["embed_dim_to_check"]
+    bias = call["in_proj_bias"]
+    weight = call["v_proj_weight"] if call["use_separate_proj_weight"] else call["in_proj_weight"][2 * width :]
+    value = F.linear(value, weight, None if bias is None else bias[2 * width :])
+    if call["bias_v"] is not None:
+        value = torch.cat([value, call["bias_v"].expand(1, value.shape[1], -1)])
+    if call["add_zero_attn"]:
+        value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
+    value = value.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)  # (image, head, key, channel)
+    output = (maps.to(value.dtype) @ value).permute(2, 0, 1, 3).flatten(2)
+    output = F.linear(output, call["out_proj_weight"], call["out_proj_bias"])
+    if not call["need_weights"]:
+        return output, None
+    return output, maps.mean(1) if call["average_attn_weights"] else maps
+
+
+def _stream_alone(unit: Unit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """What an addition returns without its branch, leaving the operands as the addition would have left them."""
+    pair = tensors_of([*args[:2], kwargs.get("other")])
+    assert unit.stream is not None
+    stream = pair[unit.stream]
+    if func in (Tensor.add_, Tensor.__iadd__):
+        return pair[0].copy_(stream)
+    if isinstance(out := kwargs.get("out"), Tensor):
+        return out.copy_(stream)
+    return stream.clone()  # what follows may work in place on it
