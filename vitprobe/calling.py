@@ -41,6 +41,28 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def with_weights(model: nn.Module) -> nn.Module:
+    """The user's own module, where its weights are parameters; see `unwrap`.
+
+    Args:
+        model: the model as the user has it.
+
+    Returns:
+        The innermost module.
+
+    Raises:
+        TypeError: as `unwrap`, and if the model is quantised: packed integers are no parameters.
+    """
+    bare = unwrap(model)
+    packed = [name for name, module in bare.named_modules() if ".quantized" in type(module).__module__]
+    if packed:
+        raise TypeError(
+            f"a quantised model keeps its weights as packed integers ({packed[0]}, ...), which have no derivative and "
+            "no direction to move in: give the model that it was made from."
+        )
+    return bare
+
+
 def described(model: nn.Module) -> dict[str, Any]:
     """What a dataset says of the model it was measured on.
 

@@ -32,7 +32,8 @@ import xarray as xr
 SCHEMA = 1
 DIMENSIONS = (
     "run", "layer", "layer_other", "head", "query", "key", "rank", "batch", "sample", "frequency",
-    "direction_pair", "x", "y", "bin", "epoch",
+    "direction_pair", "x", "y", "bin", "epoch", "mask", "corruption", "severity", "offset_y", "offset_x", "channel",
+    "pixel_y", "pixel_x",
 )  # fmt: skip
 
 _PROVENANCE = (
@@ -343,7 +344,9 @@ def _check_dimensions(ds: xr.Dataset) -> None:
                 f"dimension {dim!r} has no numbers; type ds.assign_coords({dim}=range({size})), "
                 "and keep text in a coordinate of another name along it"
             )
-    if all(set(array.dims) != set(ds.sizes) for array in ds.data_vars.values()):
+    # A coordinate may have dimensions of its own: the image that a map belongs to.
+    spanned = {dim for array in ds.data_vars.values() for dim in array.dims}
+    if all(set(array.dims) != spanned for array in ds.data_vars.values()):
         dims = {name: array.dims for name, array in ds.data_vars.items()}
         raise ValueError(
             f"no variable spans all dimensions {tuple(ds.sizes)}, so to_dataframe() would invent rows; "

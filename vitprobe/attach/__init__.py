@@ -4,11 +4,12 @@ from vitprobe.attach.intervene import Intervention, removal
 from vitprobe.attach.layout import Activation, Layout, infer_layout
 from vitprobe.attach.plan import AttentionSite, Plan, Unit, plan
 from vitprobe.attach.spatial import spatial_operator
-from vitprobe.attach.watch import Watch
+from vitprobe.attach.watch import Inputs, Watch
 
 __all__ = [
     "Activation",
     "AttentionSite",
+    "Inputs",
     "Intervention",
     "Layout",
     "Plan",

@@ -75,6 +75,21 @@ class AttentionSite:
 
 
 @dataclass(frozen=True)
+class Embedding:
+    """Where the patches' embedding comes to be, before position codes and prefix tokens join it.
+
+    Attributes:
+        event: the return of the module that makes it.
+        layout: how it holds the image.
+        prefix: tokens that join it later.
+    """
+
+    event: Event
+    layout: Layout
+    prefix: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a model shows for batches of one shape: its units, its attention maps, and what had to be left out."""
 
@@ -82,6 +97,7 @@ class Plan:
     attentions: tuple[AttentionSite, ...]
     skipped: tuple[str, ...]
     image: tuple[int, int]
+    embedding: Embedding | None = None
 
 
 def plan(
@@ -122,6 +138,7 @@ def plan(
         attentions=tuple(attentions),
         skipped=tuple(finder.skipped),
         image=finder.image,
+        embedding=finder.embedding(steps),
     )
 
 
@@ -203,6 +220,19 @@ class _Finder:
             rest = [n for n in stream if n > last and self._grid(n) == units[-1].unit.layout.grid]
             units += self._transition(last, rest[-1]) if rest else []
         return units
+
+    def embedding(self, units: list[_Found]) -> Embedding | None:
+        """The first module's return as wide as the stream and on its first grid."""
+        if not units:
+            return None
+        first = units[0].unit
+        prefix = max(found.unit.layout.prefix for found in units)
+        for call in self.trace.modules:
+            layout = self.layout(call.node)
+            same = layout and layout.grid == first.layout.grid and layout.channels(call.shape) == first.channels
+            if layout and same and call.event.call:
+                return Embedding(call.event, replace(layout, prefix=0) if layout.prefix else layout, prefix)
+        return None
 
     def chain_units(self) -> list[_Found]:
         """A network without residual additions: each step from one mixing operation to the next."""

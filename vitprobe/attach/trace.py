@@ -207,10 +207,21 @@ class Clock(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if module in self.names:
-            self.calls += 1
-            self.stack.append(_Frame(self.names[module], self.calls))
+    def _enter(self, module: nn.Module, args: Any) -> Any:
+        if module not in self.names:
+            return None
+        self.calls += 1
+        self.stack.append(_Frame(self.names[module], self.calls))
+        self._handing_over = True
+        try:
+            changed = self.inputs_of(self.calls, args)
+        finally:
+            self._handing_over = False
+        return None if changed is args else changed  # a hook that returns something replaces the arguments
+
+    def inputs_of(self, call: int, args: tuple) -> tuple:
+        """Called before each module of the model: the positional arguments that it is to be called with."""
+        return args
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if module not in self.names:

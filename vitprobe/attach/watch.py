@@ -1,7 +1,7 @@
 """Repeat a planned forward pass and hand over what the plan names, as it happens."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from vitprobe.attach.layout import Activation
 from vitprobe.attach.maps import compute_maps
 from vitprobe.attach.plan import AttentionSite, Plan, Unit
 from vitprobe.attach.trace import Clock, Event
+
+Inputs = Literal["layer", "patch embedding"]
+Gated = tuple[Tensor, Tensor, Tensor]
 
 # Numbers in a chunk on a CPU: 8 MiB of float32 stay in its last cache while every probe reads them, and are enough
 # for the calls not to count.
@@ -26,6 +29,13 @@ class Watch(Clock):
         on_whole_unit: the same with all images of the batch at once.
         on_attention: called with a site and its maps `(image, window, head, query, key)`, in chunks of images;
             `None` to leave attention alone.
+        on_gated: called with a site whose maps are gated sums (GPSA), and its maps with their content and position
+            parts, all `(image, window, head, query, key)`, in chunks of images; `None` to leave them alone.
+        inputs: what attention sees: its layer's own input, or the patch embedding in every layer. With the latter,
+            the outputs of the pass are not those of the model.
+
+    Raises:
+        ValueError: if attention cannot be given the patch embedding.
     """
 
     def __init__(
@@ -36,6 +46,8 @@ class Watch(Clock):
         on_unit: Callable[[Unit, Activation], None] | None = None,
         on_whole_unit: Callable[[Unit, Activation], None] | None = None,
         on_attention: Callable[[AttentionSite, Tensor], None] | None = None,
+        on_gated: Callable[[AttentionSite, Gated], None] | None = None,
+        inputs: Inputs = "layer",
     ) -> None:
         super().__init__(model)
         self.plan = plan
@@ -43,7 +55,17 @@ class Watch(Clock):
         self.on_whole_unit = on_whole_unit
         self.on_attention = on_attention
         self._units: dict[Event, Unit] = {unit.event: unit for unit in plan.units} if on_unit or on_whole_unit else {}
-        self._sites: dict[Event, AttentionSite] = {site.event: site for site in plan.attentions} if on_attention else {}
+        gated = [site for site in plan.attentions if site.parts] if on_gated else []
+        self._sites = {site.event: site for site in (plan.attentions if on_attention else gated)}
+        self._parts = {event for site in gated for event in site.parts}
+        self._kept: dict[Event, Tensor] = {}
+        self._embedding = plan.embedding if inputs == "patch embedding" else None
+        self._calls = {site.event.call: site.name for site in plan.attentions} if self._embedding else {}
+        if inputs == "patch embedding" and plan.embedding is None:
+            raise ValueError(
+                "inputs='patch embedding': no module of the model returns the patches' embedding, as wide as the "
+                "stream; use inputs='layer'."
+            )
 
     def __call__(self, forward: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Any:
         """Run one forward pass and hand over what it shows.
@@ -60,8 +82,11 @@ class Watch(Clock):
             RuntimeError: if the pass ran other operations than the traced one.
         """
         self._seen = 0
-        with self.running():
-            output = forward(model, batch)
+        try:
+            with self.running():
+                output = forward(model, batch)
+        finally:
+            self._kept.clear()
         expected = len(self._units) + len(self._sites)
         if self._seen != expected:
             raise RuntimeError(
@@ -77,16 +102,47 @@ class Watch(Clock):
         """Hand over, if this operation is in the plan."""
         if unit := self._units.get(event):
             self._show(unit, tensors[0])
+        if event in self._parts:
+            self._kept[event] = tensors[0]
         if site := self._sites.get(event):
-            assert self.on_attention is not None
             self._seen += 1
+            parts = [_by_image(self._kept.pop(part), site) for part in site.parts if part in self._kept]
+            start = 0
             for maps in self._maps(site, func, args, kwargs, tensors[0].device):
-                self.on_attention(site, maps)
+                if self.on_attention is not None:
+                    self.on_attention(site, maps)
+                if parts and self.on_gated is not None:
+                    here = slice(start, start + len(maps))
+                    content, position = (part if len(part) == 1 else part[here] for part in parts)
+                    self.on_gated(site, (maps, content.expand_as(maps), position.expand_as(maps)))
+                start += len(maps)
 
     def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> None:
         """Hand over, if this module's return is in the plan."""
         if unit := self._units.get(event):
             self._show(unit, tensors[0])
+        if self._embedding and event == self._embedding.event:
+            x = self._embedding.layout.split(self._embedding.layout.batch_first(tensors[0])).patches
+            self._kept[event] = x.flatten(1, 2)
+
+    def inputs_of(self, call: int, args: tuple) -> tuple:
+        """The patch embedding instead of the tokens that an attention module is called with."""
+        if call not in self._calls:
+            return args
+        assert self._embedding is not None
+        patches = self._kept[self._embedding.event]
+        count, prefix = patches.shape[1], self._embedding.prefix
+        given = [x for x in args if isinstance(x, Tensor)]
+        tokens = [x for x in given if x.ndim == 3 and x.shape[1] - count in (0, prefix)]
+        if not tokens or any(x.shape != (len(patches), tokens[0].shape[1], patches.shape[2]) for x in tokens):
+            raise ValueError(
+                f"inputs='patch embedding': {self._calls[call]} is called with {[tuple(x.shape) for x in given]} and "
+                f"not with tokens of the embedding's shape {tuple(patches.shape)}; use inputs='layer'."
+            )
+        # Prefix tokens stay what they are: rows are normalised over patches alone.
+        return tuple(
+            torch.cat([x[:, : x.shape[1] - count], patches], 1) if any(x is t for t in tokens) else x for x in args
+        )
 
     def _show(self, unit: Unit, x: Tensor) -> None:
         self._seen += 1
@@ -108,6 +164,12 @@ class Watch(Clock):
 
         for maps in compute_maps(site.source, func, args, kwargs, chunk):
             yield maps.reshape(-1, site.windows, site.heads, *maps.shape[-2:])
+
+
+def _by_image(part: Tensor, site: AttentionSite) -> Tensor:
+    """A part `(image or 1, window, head or 1, query, key)`: it may be the same for all images or all heads."""
+    heads = part.shape[-3] if part.shape[-3] in (1, site.heads) else site.heads  # (batch x head) on one axis
+    return part.reshape(-1, site.windows, heads, *part.shape[-2:])
 
 
 def chunk_size(numbers: int, device: torch.device) -> int:

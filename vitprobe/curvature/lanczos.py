@@ -1,5 +1,6 @@
 """Lanczos iteration with full reorthogonalisation: extreme eigenvalues with residuals, and quadrature."""
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -175,6 +176,11 @@ class Lanczos:
             for block in known:
                 rest.addmv_(block.T, _inners(block, rest).to(rest), alpha=-1)
             length = norm(rest)
+            if not math.isfinite(length):
+                raise ValueError(
+                    "a Hessian-vector product is not finite: the second derivative overflows; use dtype=torch.float64, "
+                    "or look for an operation without one at these images (a square root at zero, say)."
+                )
             # What is left of a vector inside the basis is rounding, in no direction of its own.
             if length <= 10 * torch.finfo(rest.dtype).eps * max(whole, taken):
                 return rest, 0.0

@@ -45,7 +45,7 @@ class LossOperator:
         dtype: `torch.float64` computes on a copy in double precision; `None` keeps the model's own.
 
     Raises:
-        ValueError: if no parameter matches, there are no batches, the loss is not finite or not the same twice, batch
+        ValueError: if no parameter matches or one is in half precision, there are no batches, the loss is not finite or not the same twice, batch
             norm would take its statistics from the batch, or the sum of norms has no derivative.
     """
 
@@ -78,6 +78,11 @@ class LossOperator:
             raise ValueError(f"no trainable parameter matches {patterns}; the model has {', '.join(named) or 'none'}.")
         self.names = list(chosen)
         self.parameters = list(chosen.values())
+        if half := next((p.dtype for p in self.parameters if p.dtype in (torch.float16, torch.bfloat16)), None):
+            raise ValueError(
+                f"weights in {half} are too coarse for second derivatives (percents off, or not finite): "
+                "dtype=torch.float32 computes on a copy in single precision."
+            )
         self.size = sum(p.numel() for p in self.parameters)
         self.images = [images(batch) for batch in batches]
         if not self.images:

@@ -13,7 +13,7 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vitprobe.attach import AttentionSite, Plan, Unit, Watch, plan
+from vitprobe.attach import AttentionSite, Inputs, Plan, Unit, Watch, plan
 from vitprobe.calling import (
     as_batches,
     default_forward,
@@ -123,7 +123,9 @@ class FeatureProbe(ABC):
         name: of the probe, its function and its dataset.
         title: what it measures, for the dataset.
         references: its source, for the dataset.
-        reads: what `update` gets: `(unit, activation)`, `(site, maps)`, or `(targets, logits)`.
+        reads: what `update` gets: `(unit, activation)`; `(site, maps)`; `(site, (maps, content, position))` of sites
+            whose maps are gated sums; or `(targets, logits)`.
+        inputs: what attention sees in the pass: its layer's own input, or the patch embedding in every layer.
         whole_batches: whether an activation comes with all images of the batch at once instead of in chunks, for
             what compares images with each other.
     """
@@ -131,7 +133,8 @@ class FeatureProbe(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     references: ClassVar[str]
-    reads: ClassVar[Literal["activation", "attention", "output"]]
+    reads: ClassVar[Literal["activation", "attention", "gated attention", "output"]]
+    inputs: Inputs = "layer"
     whole_batches: ClassVar[bool] = False
 
     @abstractmethod
@@ -141,6 +144,9 @@ class FeatureProbe(ABC):
     @abstractmethod
     def update(self, where: Any, what: Any) -> None:
         """Add a unit's activation, a site's attention maps, or the targets and logits, for a chunk of images."""
+
+    def start_batch(self, batch: Any) -> None:  # noqa: B027  (most probes have nothing to do here)
+        """Called with each batch, on the model's device, before the model sees it."""
 
     def end_batch(self) -> None:  # noqa: B027  (most probes have nothing to do here)
         """Called when all units and sites of a batch have come by."""
@@ -228,7 +234,7 @@ def _run(
     bare = unwrap(model)
     forward = forward or default_forward
     found: Plan | None = None
-    watch: Watch | None = None
+    watches: list[Watch] = []
     shape: tuple[int, ...] = ()
     images = 0
     left_out: dict[str, str] = {}
@@ -238,19 +244,23 @@ def _run(
         for batch in tqdm(as_batches(batches), desc="probe", unit="batch", disable=None if progress else True):
             batch = to_model(batch, bare)
             size, *here = images_of(batch).shape
-            if found is None or watch is None:
+            if found is None:
                 found, shape = plan(bare, batch, layers=layers, prefix=prefix, forward=forward), tuple(here)
                 left_out = {one.name: reason for one in probes if (reason := _reason_against(one, found, batch))}
                 if left_out and missing == "raise":
                     raise ValueError(next(iter(left_out.values())))
                 probes = [one for one in probes if one.name not in left_out]
-                watch = _watch(bare, found, probes)
+                # What attention sees is the same for all probes of a pass; the model's own comes last.
+                kinds = [kind for kind in ("patch embedding", "layer") if any(one.inputs == kind for one in probes)]
+                watches = [_watch(bare, found, [one for one in probes if one.inputs == kind], kind) for kind in kinds]
             elif tuple(here) != shape:
                 raise ValueError(
                     f"images of {tuple(here)} after images of {shape} (channel, y, x): frequencies and distances "
                     "are not comparable between sizes; measure each size by itself."
                 )
-            output = watch(forward, bare, batch)
+            for one in probes:
+                one.start_batch(batch)
+            output = [watch(forward, bare, batch) for watch in watches][-1] if watches else None
             for one in probes:
                 if one.reads == "output":
                     one.update(targets_of(batch), logits_of(output))
@@ -273,6 +283,8 @@ def _run(
 def _places(one: FeatureProbe, found: Plan) -> Sequence[Unit] | Sequence[AttentionSite]:
     if one.reads == "output":
         return ()
+    if one.reads == "gated attention":
+        return [site for site in found.attentions if site.parts]
     return found.units if one.reads == "activation" else found.attentions
 
 
@@ -286,19 +298,23 @@ def _reason_against(one: FeatureProbe, found: Plan, batch: Any) -> str:
         return ""
     if _places(one, found):
         return ""
-    what, advice = (
-        ("units", 'name modules with layers=["blocks.*"] or the like')
-        if one.reads == "activation"
-        else (
+    what, advice = {
+        "activation": ("units", 'name modules with layers=["blocks.*"] or the like'),
+        "attention": (
             "attention maps between patches",
             "attention kernels that bypass PyTorch cannot be seen: run it with SDPA",
-        )
-    )
+        ),
+        "gated attention": (
+            "attention that is a gated sum of a map of content and one of position",
+            "a ConViT's GPSA is",
+        ),
+    }[one.reads]
     reasons = f" Left out: {'; '.join(found.skipped)}." if found.skipped else ""
     return f"{one.name}: the forward pass shows no {what}; {advice}.{reasons}"
 
 
-def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe]) -> Watch:
+def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe], inputs: Inputs) -> Watch:
+    on_gated = [one.update for one in probes if one.reads == "gated attention"]
     on_maps = [one.update for one in probes if one.reads == "attention"]
     on_chunks = [one.update for one in probes if one.reads == "activation" and not one.whole_batches]
     on_batches = [one.update for one in probes if one.reads == "activation" and one.whole_batches]
@@ -310,13 +326,21 @@ def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe]) -> Wat
 
         return call if updates else None
 
-    return Watch(model, found, on_unit=each(on_chunks), on_whole_unit=each(on_batches), on_attention=each(on_maps))
+    return Watch(
+        model,
+        found,
+        on_unit=each(on_chunks),
+        on_whole_unit=each(on_batches),
+        on_attention=each(on_maps),
+        on_gated=each(on_gated),
+        inputs=inputs,
+    )
 
 
 def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, device: str) -> xr.Dataset:
     ds = one.dataset(places := _places(one, found))
     if one.reads != "output":
-        ds = ds.assign_coords(_coordinates(places))
+        ds = ds.assign_coords(coordinates(places))
     options = one.config()
     # Options that are text say which definition was used: they stand by themselves, beside the whole configuration.
     named: dict[str, Any] = {key: value for key, value in options.items() if isinstance(value, str)}
@@ -339,7 +363,7 @@ def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, devi
     return ds
 
 
-def _coordinates(places: Sequence[Unit] | Sequence[AttentionSite]) -> dict[str, Any]:
+def coordinates(places: Sequence[Unit] | Sequence[AttentionSite]) -> dict[str, Any]:
     grids = [place.layout.grid if isinstance(place, Unit) else place.grid for place in places]
     prefixes = [place.layout.prefix if isinstance(place, Unit) else place.prefix for place in places]
     return {

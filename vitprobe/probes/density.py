@@ -10,7 +10,7 @@ import xarray as xr
 from torch import nn
 from tqdm import tqdm
 
-from vitprobe.calling import described, unwrap
+from vitprobe.calling import described, with_weights
 from vitprobe.curvature import Lanczos, Loss
 from vitprobe.probes.objective import keep, objective
 from vitprobe.results import provenance
@@ -60,7 +60,7 @@ def hessian_density(
     """
     if samples < 1 or steps < 1:
         raise ValueError(f"samples={samples} and steps={steps}: both have to be at least 1.")
-    bare = unwrap(model)
+    bare = with_weights(model)
     operator = objective(
         bare,
         keep(batches, bare, dtype),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from vitprobe.calling import described, images_of, targets_of, unwrap
+from vitprobe.calling import described, images_of, targets_of, with_weights
 from vitprobe.curvature import (
     Decay,
     Eigenpairs,
@@ -137,7 +137,7 @@ def hessian_eigenvalues(
         )
     if stack > 1 and (method == "power" or per == "dataset"):
         raise ValueError(f"stack={stack} solves batches together: use method='lanczos' and per='batch'.")
-    bare = unwrap(model)
+    bare = with_weights(model)
     if dtype is not None:
         bare = copy.deepcopy(bare).to(dtype)  # once, not for every batch
     config = {

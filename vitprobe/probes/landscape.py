@@ -11,7 +11,7 @@ import xarray as xr
 from torch import nn
 from tqdm import tqdm
 
-from vitprobe.calling import default_forward, described, images_of, untouched, unwrap
+from vitprobe.calling import default_forward, described, images_of, untouched, with_weights
 from vitprobe.curvature import (
     Checkpoint,
     Directions,
@@ -108,7 +108,7 @@ def loss_landscape(
             differ from the model's, an option has no meaning here, the cells cannot be stacked, or the file holds
             another landscape.
     """
-    bare = unwrap(model)
+    bare = with_weights(model)
     given = None if isinstance(directions, str) else as_directions(bare, directions)
     kind = str(directions) if given is None else given.kind
     if given is not None:
@@ -218,7 +218,7 @@ def eigenvector_directions(
     Raises:
         ValueError: if there are no batches or no labels, or the loss is not finite.
     """
-    bare = unwrap(model)
+    bare = with_weights(model)
     operator = objective(bare, keep(batches, bare), forward=forward)
     start = noisy_start(operator.gradient(), derive_seed(seed, "eigenvectors"))
     found = eigenpairs(operator.product, start, dimensions, which="LM", tol=tol, max_products=max_products, seed=seed)
@@ -246,7 +246,7 @@ def plane_name(model: nn.Module, directions: Directions) -> str:
     """Digits that tell planes and lines apart: their centre and their directions.
 
     Args:
-        model: whose weights are the centre, unwrapped.
+        model: whose weights are the centre, with_weightsped.
         directions: the axes.
 
     Returns:

@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from vitprobe.calling import described, unwrap
+from vitprobe.calling import described, with_weights
 from vitprobe.curvature import (
     Checkpoint,
     Directions,
@@ -62,7 +62,7 @@ def trajectory(
         ValueError: if there are fewer than two checkpoints, names or shapes differ from the model's, the first is the
             model itself, or an option has no meaning here.
     """
-    bare = unwrap(model)
+    bare = with_weights(model)
     path = path_of(bare, checkpoints)
     epochs = range(len(path)) if epochs is None else epochs
     if len(epochs) != len(path):

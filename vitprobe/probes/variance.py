@@ -48,6 +48,9 @@ class FeatureVariance(FeatureProbe):
 
     def dataset(self, places: Sequence[Unit]) -> xr.Dataset:
         """The statistics along `layer`; NaN for a unit with a single position."""
+        if not self._raw:
+            grids = sorted({unit.layout.grid for unit in places})
+            raise ValueError(f"feature_variance: no unit has more than one position; the grids are {grids}.")
 
         def column(statistics: dict[int, RunningMean], attribute: str) -> list[float]:
             return [
