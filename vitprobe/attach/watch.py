@@ -54,6 +54,7 @@ class Watch(Clock):
         self.on_unit = on_unit
         self.on_whole_unit = on_whole_unit
         self.on_attention = on_attention
+        self.on_gated = on_gated
         self._units: dict[Event, Unit] = {unit.event: unit for unit in plan.units} if on_unit or on_whole_unit else {}
         gated = [site for site in plan.attentions if site.parts] if on_gated else []
         self._sites = {site.event: site for site in (plan.attentions if on_attention else gated)}

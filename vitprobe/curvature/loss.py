@@ -45,8 +45,9 @@ class LossOperator:
         dtype: `torch.float64` computes on a copy in double precision; `None` keeps the model's own.
 
     Raises:
-        ValueError: if no parameter matches or one is in half precision, there are no batches, the loss is not finite or not the same twice, batch
-            norm would take its statistics from the batch, or the sum of norms has no derivative.
+        ValueError: if no parameter matches or one is in half precision, there are no batches, the loss is not finite
+            or not the same twice, batch norm would take its statistics from the batch, or the sum of norms has no
+            derivative.
     """
 
     def __init__(

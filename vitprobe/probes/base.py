@@ -29,6 +29,9 @@ from vitprobe.names import unknown
 from vitprobe.results import provenance
 
 
+INPUTS: tuple[Inputs, ...] = ("patch embedding", "layer")
+
+
 class RunningMean:
     """Mean and standard error over images of values that arrive in chunks `(image, ...)`, in float64."""
 
@@ -251,8 +254,8 @@ def _run(
                     raise ValueError(next(iter(left_out.values())))
                 probes = [one for one in probes if one.name not in left_out]
                 # What attention sees is the same for all probes of a pass; the model's own comes last.
-                kinds = [kind for kind in ("patch embedding", "layer") if any(one.inputs == kind for one in probes)]
-                watches = [_watch(bare, found, [one for one in probes if one.inputs == kind], kind) for kind in kinds]
+                of_input = {kind: [one for one in probes if one.inputs == kind] for kind in INPUTS}
+                watches = [_watch(bare, found, readers, kind) for kind, readers in of_input.items() if readers]
             elif tuple(here) != shape:
                 raise ValueError(
                     f"images of {tuple(here)} after images of {shape} (channel, y, x): frequencies and distances "
@@ -364,6 +367,7 @@ def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, devi
 
 
 def coordinates(places: Sequence[Unit] | Sequence[AttentionSite]) -> dict[str, Any]:
+    """The coordinates along `layer` of units or attention sites."""
     grids = [place.layout.grid if isinstance(place, Unit) else place.grid for place in places]
     prefixes = [place.layout.prefix if isinstance(place, Unit) else place.prefix for place in places]
     return {
