@@ -159,7 +159,8 @@ def test_five_axes_are_windows():
     x = torch.randn(5, 3, 16, 16)
     found, (maps,), _ = watched(model, x)
     query, key = (rearrange(part, "b h (w n) d -> b w h n d", w=4) for part in model.seen[:2])
-    assert [(site.grid, site.windows) for site in found.attentions] == [((2, 2), 4)]
+    # four tokens in a row are a row of patches
+    assert [(site.grid, site.windows) for site in found.attentions] == [((1, 4), 4)]
     np.testing.assert_allclose(maps.numpy(), softmax64(query, key, bias=HEAD_BIAS[:, :4, :4]), atol=2e-6)
 
 
@@ -313,9 +314,9 @@ def test_channel_attention_is_refused_with_the_reason(width):
     for layers in ("auto", "blocks.*"):
         found, maps, _ = watched(model, torch.randn(2, 3, 64, 64), layers=layers)
         assert maps == []
-        reason = f"a map of {width}x{width} is not over the 16 tokens but, it seems, over channels"
+        reason = f"a map of {width}x{width} is over channels, not over tokens"
         assert f"blocks.0.attn: {reason}" in found.skipped
-        assert any("1 queries attend to 17 keys" in reason for reason in found.skipped)
+        assert "cls_attn_blocks.0.attn: prefix tokens attend to the patches, no patch does" in found.skipped
 
 
 def test_maps_between_grids_are_refused_with_the_reason():

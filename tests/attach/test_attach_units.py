@@ -370,7 +370,7 @@ def test_which_operand_is_the_stream(build, image, streams):
     assert [unit.stream for unit in units[1:]] == streams
 
 
-def test_network_that_begins_with_a_sum_has_no_stem():
+def test_a_sum_that_a_network_begins_with_is_its_stem():
     class TwoStems(nn.Module):
         def __init__(self):
             super().__init__()
@@ -384,7 +384,7 @@ def test_network_that_begins_with_a_sum_has_no_stem():
     activations = collect(model, x := torch.randn(2, 3, 8, 8))
     with torch.no_grad():
         torch.testing.assert_close(activations[0], (model.coarse(x) + model.fine(x)).flatten(2).transpose(1, 2))
-    assert [unit.kind for unit in find(model, (8, 8)).units] == ["conv", "conv"]
+    assert [unit.kind for unit in find(model, (8, 8)).units] == ["stem", "conv"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")

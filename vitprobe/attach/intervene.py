@@ -145,13 +145,12 @@ class Intervention(Clock):
 
     def _edited(self, site: AttentionSite, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         assert self.edit is not None
-        edit, shaped = self.edit, (-1, site.windows, site.heads)
+        edit = self.edit
         parts = tuple(self._kept.pop(event) for event in site.parts)
 
         def edited(maps: Tensor) -> Tensor:
-            size = maps.shape[-2:]
-            split = [x.expand(maps.shape).reshape(*shaped, *size) for x in (maps, *parts)]
-            return edit(site, split[0], tuple(split[1:])).to(maps.dtype).reshape(maps.shape)
+            first, *others = (site.by_image(x.expand(maps.shape)) for x in (maps, *parts))
+            return site.as_in_pass(edit(site, first, tuple(others)).to(maps.dtype), maps.shape)
 
         return apply_maps(site.source, func, args, kwargs, edited)
 
@@ -206,12 +205,12 @@ def _mha_output(call: dict[str, Any], maps: Tensor) -> tuple[Tensor, Tensor | No
 
 
 def _stream_alone(unit: Unit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """What an addition returns without its branch, leaving the operands as the addition would have left them."""
-    pair = tensors_of([*args[:2], kwargs.get("other")])
+    """What an addition returns, and leaves in its operands, with zeros in its branch's place."""
     assert unit.stream is not None
-    stream = pair[unit.stream]
-    if func in (Tensor.add_, Tensor.__iadd__):
-        return pair[0].copy_(stream)
-    if isinstance(out := kwargs.get("out"), Tensor):
-        return out.copy_(stream)
-    return stream.clone()  # what follows may work in place on it
+    rest = {name: value for name, value in kwargs.items() if name != "other"}
+    pair = tensors_of([*args[:2], kwargs.get("other")])
+    pair[1 - unit.stream] = torch.zeros_like(pair[1 - unit.stream])
+    if unit.stream == 1 and func in (Tensor.add_, Tensor.__iadd__):  # the sum goes into the branch
+        return args[0].copy_(torch.add(*pair, **rest))
+    # By the addition itself, which may scale the stream, change its dtype, or write into another tensor.
+    return func(*pair, **rest)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from einops import rearrange
 from torch import Tensor
 
@@ -25,11 +26,24 @@ class Activation:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor holds an image: `axes` names its axes, `grid` its rows and columns, `prefix` the other tokens."""
+    """How a tensor holds an image.
 
-    axes: Literal["bchw", "bhwc", "bnc", "nbc"]
+    Attributes:
+        axes: names of its axes; `"blocks"` for the batch on the first axis, alone or with windows, and tokens on
+            the others.
+        grid: rows and columns of patches.
+        prefix: class, distillation and register tokens.
+        order: where the patches lie among all tokens, row by row; `None` if they lie so after the prefix tokens.
+        channel: axis of the channels of blocks.
+        size: tokens of an image in blocks, padding included.
+    """
+
+    axes: Literal["bchw", "bhwc", "bnc", "nbc", "blocks"]
     grid: tuple[int, int]
     prefix: int = 0
+    order: tuple[int, ...] | None = None
+    channel: int = -1
+    size: int = 0
 
     @property
     def tokens(self) -> int:
@@ -38,14 +52,19 @@ class Layout:
 
     def channels(self, shape: Sequence[int]) -> int:
         """The channels of an activation of that shape."""
-        return shape[self.axes.index("c")]
+        return shape[self.channel if self.axes == "blocks" else self.axes.index("c")]
 
     def batch_first(self, x: Tensor) -> Tensor:
-        """The tensor with the batch on its first axis."""
+        """The tensor with the batch on its first axis, blocks as `(batch, token, channel)`."""
+        if self.axes == "blocks":
+            x = x.movedim(self.channel, -1)
+            return x.reshape(-1, self.size, x.shape[-1])
         return x.transpose(0, 1) if self.axes == "nbc" else x
 
     def split(self, x: Tensor) -> Activation:
         """Patches and prefix tokens of a tensor that has the batch on its first axis."""
+        if self.order is not None:
+            return Activation(x[:, list(self.order)].unflatten(1, self.grid), x[:, : self.prefix])
         if self.axes == "bhwc":
             return Activation(x, x.new_empty(len(x), 0, x.shape[-1]))
         if self.axes == "bchw":
@@ -84,6 +103,81 @@ def infer_layout(
         found = token_grid(shape[1] if axes == "bnc" else shape[0], image, prefix=prefix, declared=declared)
         return found and Layout(axes, *found)
     return None
+
+
+def arranged(
+    places: np.ndarray, channel: int, *, batch: int, image: tuple[int, int], layout: Layout | None
+) -> Layout | None:
+    """The layout of an activation whose tokens are known to lie at given places; `layout` where they agree with it.
+
+    Args:
+        places: coordinates `y + ix` of its tokens, its own shape without channels; NaN for no place.
+        channel: the axis that the channels were.
+        batch: images in the batch.
+        image: `(height, width)` of the images [pixels].
+        layout: what its shape alone tells.
+    """
+    if not places.ndim or places.shape[0] % batch:
+        return layout
+    first = places[: places.shape[0] // batch].ravel()
+    if layout is not None and layout.axes == "nbc":
+        return layout
+    found = Raster.of(first)
+    if found is None or not similar(found.grid, image):
+        return layout
+    prefix = int(np.isnan(first).sum()) if places.ndim == 2 else 0
+    order = found.order()
+    plain = bool((order == prefix + np.arange(order.size)).all())
+    if layout is not None and plain and layout.grid == found.grid:
+        return layout
+    if places.ndim == 2 and layout is not None and layout.axes == "bnc":
+        return Layout("bnc", found.grid, prefix, None if plain else tuple(map(int, order)))
+    if found.grid == (1, 1):
+        return layout
+    return Layout("blocks", found.grid, 0, tuple(map(int, order)), channel, first.size)
+
+
+@dataclass(frozen=True)
+class Raster:
+    """Coordinates that fill a grid.
+
+    Attributes:
+        rows: row of every token, NaN where it has no place.
+        columns: its column.
+        grid: rows and columns there are.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    grid: tuple[int, int]
+
+    @classmethod
+    def of(cls, places: np.ndarray) -> "Raster | None":
+        """The grid that coordinates `y + ix` lie on, each place taken once; `None` if they fill none."""
+        rows, columns = _steps(places.real), _steps(places.imag)
+        if rows is None or columns is None:
+            return None
+        grid = (int(np.nanmax(rows)) + 1, int(np.nanmax(columns)) + 1)
+        cells = (rows * grid[1] + columns)[~np.isnan(rows)]
+        filled = cells.size == grid[0] * grid[1] and np.unique(cells).size == cells.size
+        return cls(rows, columns, grid) if filled else None
+
+    def order(self) -> np.ndarray:
+        """Where the patches lie among the tokens, row by row."""
+        index = np.flatnonzero(~np.isnan(self.rows))
+        return index[np.lexsort((self.columns[index], self.rows[index]))]
+
+
+def _steps(values: np.ndarray) -> np.ndarray | None:
+    """Coordinates in units of their spacing, from 0; `None` if they are not evenly spaced."""
+    present = np.unique(np.round(values[~np.isnan(values)], 2))
+    if not present.size:
+        return None
+    gaps = np.diff(present)
+    spacing = gaps.min() if gaps.size else 1.0
+    steps = (values - present[0]) / spacing
+    whole = np.round(steps)
+    return whole if np.nanmax(np.abs(steps - whole)) < 0.05 else None
 
 
 def token_grid(

@@ -25,21 +25,26 @@ class MapSource:
         operand: index of the map among the call's tensors (products only).
         order: axes of the operand that put (..., query, key) last (products only).
         shape: of the map in the traced pass, `(..., query, key)`, or `(..., head, query, key)`.
+        sink: whether rows may sum to less than one, because keys that give nothing were cut off (products only).
     """
 
     kind: Literal["sdpa", "mha", "product"]
     operand: int
     order: tuple[int, ...]
     shape: tuple[int, ...]
+    sink: bool = False
 
 
-def recognise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> MapSource | None:
+def recognise(
+    func: Callable, args: tuple, kwargs: dict[str, Any], cut: Callable[[Tensor], bool] = lambda x: False
+) -> MapSource | None:
     """The map source in a call, or `None` if the call applies no attention map.
 
     Args:
         func: the function called.
         args: its arguments.
         kwargs: its keyword arguments.
+        cut: says whether a tensor is what was left of a softmax after columns were cut off.
     """
     if func is F.scaled_dot_product_attention:
         query, key = sdpa_arguments(*args, **kwargs)[:2]
@@ -55,27 +60,39 @@ def recognise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> MapSource 
         left, right = (args[1], args[0]) if func is Tensor.__rmatmul__ else tensors_of([*args, kwargs])[:2]
         if left.ndim >= 3 and right.ndim >= 3:
             axes = list(range(left.ndim))
-            if _stochastic(left, -1):
+            if _stochastic(left, -1, sink=cut(left)):
                 operand = int(func is Tensor.__rmatmul__)
-                return MapSource("product", operand, tuple(axes), tuple(left.shape))
+                return MapSource("product", operand, tuple(axes), tuple(left.shape), cut(left))
             if _stochastic(right, -2):
                 order = (*axes[:-2], axes[-1], axes[-2])
                 shape = tuple(right.shape[i] for i in order)
                 return MapSource("product", int(func is not Tensor.__rmatmul__), order, shape)
     if func is torch.einsum and isinstance(args[0], str):
-        return _recognise_einsum(args[0].replace(" ", ""), tensors_of(list(args[1:])))
+        return _recognise_einsum(args[0], tensors_of(list(args[1:])))
     return None
 
 
-def _recognise_einsum(equation: str, operands: list[Tensor]) -> MapSource | None:
-    left, _, output = equation.partition("->")
+def einsum_letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
+    """A letter for every axis of the operands and of the output of an einsum; none for operands without a map.
+
+    Args:
+        equation: as `torch.einsum` takes it.
+        operands: its tensors.
+    """
+    left, _, output = equation.replace(" ", "").partition("->")
     letters = left.split(",")
-    if len(letters) != 2 or len(operands) != 2 or not output:
-        return None
+    if len(letters) != len(operands) or not output:
+        return [], ""
     # An ellipsis stands for the axes without a letter; digits cannot clash with letters.
     dots = [x.ndim - len(mine.replace("...", "")) for mine, x in zip(letters, operands, strict=True)]
     letters = [mine.replace("...", "0123456789"[10 - n :]) for mine, n in zip(letters, dots, strict=True)]
-    output = output.replace("...", "0123456789"[10 - max(dots) :])
+    return letters, output.replace("...", "0123456789"[10 - max(dots) :])
+
+
+def _recognise_einsum(equation: str, operands: list[Tensor]) -> MapSource | None:
+    letters, output = einsum_letters(equation, operands)
+    if len(letters) != 2:
+        return None
     for i, (mine, other) in enumerate((letters, letters[::-1])):
         keys = [a for a in mine if a in other and a not in output]
         queries = [a for a in mine if a not in other and a in output]
@@ -87,14 +104,15 @@ def _recognise_einsum(equation: str, operands: list[Tensor]) -> MapSource | None
     return None
 
 
-def _stochastic(x: Tensor, axis: int) -> bool:
-    """Whether `x` is non-negative with sums of one along `axis`, and more than a constant."""
+def _stochastic(x: Tensor, axis: int, *, sink: bool = False) -> bool:
+    """Whether `x` is non-negative with sums of one (of at most one, with a sink) along `axis`, more than a constant."""
     if not x.is_floating_point() or x.shape[axis] < 2:
         return False
     # Half precision sums a few hundred rounded weights.
     tolerance = 2e-2 if x.dtype in (torch.float16, torch.bfloat16) else 1e-4
     x = x.detach().float()
-    return bool((x >= 0).all()) and bool(((x.sum(axis) - 1).abs() <= tolerance).all())
+    beyond = x.sum(axis) - 1
+    return bool((x >= 0).all()) and bool(((beyond if sink else beyond.abs()) <= tolerance).all())
 
 
 def compute_maps(

@@ -2,17 +2,23 @@
 
 import fnmatch
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
-from vitprobe.attach.layout import Layout, infer_layout
+from vitprobe.attach.layout import Layout, Raster, arranged, infer_layout
 from vitprobe.attach.maps import MapSource
 from vitprobe.attach.trace import Event, Node, Trace, Tracer
 from vitprobe.calling import default_forward, first_images, images_of, logits_of, tensors_of, to_model
+
+# The last part of a module's path that is an attention layer, not its dropout or projection.
+_ATTENTION = re.compile(r"(self_?|multi_?head_?)?att(n|ention)?\d*|mha|msa", re.IGNORECASE)
 
 Kind = Literal["stem", "msa", "conv", "mlp", "subsample", "module"]
 
@@ -59,6 +65,10 @@ class AttentionSite:
         windows: windows in an image; 1 for global attention.
         event: when it is applied.
         source: how to get the map.
+        positions: row and column of every token `(window, token, 2)` on the layer's grid [patches], NaN for a token
+            that is no patch (a window's padding), where windows are dilated, padded or reordered; `None` where the
+            tokens of a window fill its grid row by row after the prefix.
+        heads_first: whether heads come before windows among the axes of the maps.
         parts: when the two maps that it is a gated sum of come to be, content before position (GPSA); else none.
     """
 
@@ -71,7 +81,20 @@ class AttentionSite:
     windows: int
     event: Event
     source: MapSource
+    positions: np.ndarray | None = field(default=None, compare=False)
+    heads_first: bool = False
     parts: tuple[Event, ...] = ()
+
+    def by_image(self, maps: Tensor) -> Tensor:
+        """Maps of whole images as the pass has them, as `(image, window, head, query, key)`."""
+        size = maps.shape[-2:]
+        if self.heads_first:
+            return maps.reshape(-1, self.heads, self.windows, *size).transpose(1, 2)
+        return maps.reshape(-1, self.windows, self.heads, *size)
+
+    def as_in_pass(self, maps: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of `by_image`: maps of the shape that the pass has them in."""
+        return (maps.transpose(1, 2) if self.heads_first else maps).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -123,7 +146,7 @@ def plan(
     """
     batch = first_images(to_model(batch, model), 2)
     images = images_of(batch)
-    tracer = Tracer(model, [tensor for tensor in tensors_of(batch) if tensor.is_floating_point()])
+    tracer = Tracer(model, [tensor for tensor in tensors_of(batch) if tensor.is_floating_point()], images)
     with tracer.running():
         logits = logits_of(forward(model, batch))
     trace = tracer.trace
@@ -133,6 +156,7 @@ def plan(
     if layers != "auto":
         units = _number(finder.pattern_units([layers] if isinstance(layers, str) else list(layers)))
     attentions = finder.attentions(steps)
+    finder.skipped += finder.unseen_streams(steps)
     return Plan(
         units=tuple(found.unit for found in units),
         attentions=tuple(attentions),
@@ -171,6 +195,18 @@ def _number(units: list[_Found]) -> list[_Found]:
     return units
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the tokens of an attention map lie; see `AttentionSite`."""
+
+    heads: int
+    grid: tuple[int, int]
+    prefix: int
+    windows: int
+    positions: np.ndarray | None = None
+    heads_first: bool = False
+
+
 class _Finder:
     def __init__(
         self, trace: Trace, batch: int, image: tuple[int, int], prefix: int | None, declared: int | None
@@ -181,11 +217,18 @@ class _Finder:
         self.prefix = prefix
         self.declared = declared
         self.skipped: list[str] = []
+        self._layouts: dict[int, Layout | None] = {}
 
     def layout(self, node: int | None) -> Layout | None:
         if node is None:
             return None
-        return self._infer(self.trace.nodes[node].shape, self.trace.nodes[node].channels_last)
+        if node not in self._layouts:
+            one = self.trace.nodes[node]
+            layout = self._infer(one.shape, one.channels_last)
+            if one.places is not None and self.prefix is None:
+                layout = arranged(*one.places, batch=self.batch, image=self.image, layout=layout)
+            self._layouts[node] = layout
+        return self._layouts[node]
 
     def _infer(self, shape: tuple[int, ...], channels_last: bool | None = None) -> Layout | None:
         return infer_layout(
@@ -210,6 +253,9 @@ class _Finder:
                 units += self._transition(max(units[-1].nodes), start)
             grid = units[-1].unit.layout.grid if units else None
             between = set(self.trace.between(start, end))
+            if start == 0:  # the first addition is one of the images themselves, in a stem of branches
+                units.append(self._unit(end, "stem", between))
+                continue
             unit = self._unit(end, self._kind(between, grid, end), between)
             # The skip connection is the operand that is fewer operations away.
             away = [self.trace.distance(start, operand) for operand in nodes[end].operands]
@@ -217,8 +263,7 @@ class _Finder:
             units.append(unit)
         if units:
             last = max(units[-1].nodes)
-            rest = [n for n in stream if n > last and self._grid(n) == units[-1].unit.layout.grid]
-            units += self._transition(last, rest[-1]) if rest else []
+            units += self._chain(last, [n for n in stream if n > last and self._is_map(n)])
         return units
 
     def embedding(self, units: list[_Found]) -> Embedding | None:
@@ -236,17 +281,31 @@ class _Finder:
 
     def chain_units(self) -> list[_Found]:
         """A network without residual additions: each step from one mixing operation to the next."""
-        nodes = self.trace.nodes
-        stream = [n for n in self.trace.stream() if n == 0 or self._is_map(n)]
-        mixing = [n for n in stream if nodes[n].op in ("conv", "linear", "attention")]
-        ends = [stream[stream.index(n) - 1] for n in mixing[1:]] + stream[-1:]
+        return self._chain(0, [n for n in self.trace.stream() if n and self._is_map(n)], "stem")
+
+    def _chain(self, start: int, stream: list[int], first: Kind | None = None) -> list[_Found]:
+        """Steps along nodes of the stream from `start`, each from before one mixing operation to before the next."""
+        pairs = list(pairwise([start, *stream]))
+        ends = [before for before, after in pairs if self._mixes(self.trace.between(before, after))][1:] + stream[-1:]
         units: list[_Found] = []
-        start = 0
         for end in ends:
-            if end > start:
-                units += self._transition(start, end, None if units else "stem")
+            if end > start and not self._only_prefix(start, end):
+                units += self._transition(start, end, None if units else first)
                 start = end
         return units
+
+    def _mixes(self, nodes: Iterable[int]) -> bool:
+        return any(self.trace.nodes[n].op in ("attention", "conv", "linear") for n in nodes)
+
+    def _only_prefix(self, start: int, end: int) -> bool:
+        """Whether the patches at `end` are those at `start`, put together with other prefix tokens."""
+        if not start or self.trace.nodes[end].event.function not in ("cat", "concat"):
+            return False
+        return any(
+            self._grid(parent) == self._grid(end) and not self._mixes(self.trace.between(start, parent))
+            for parent in self.trace.nodes[end].parents
+            if parent >= start
+        )
 
     def pattern_units(self, patterns: list[str]) -> list[_Found]:
         """The outputs of the modules whose path matches a pattern, in the order of the forward pass."""
@@ -274,19 +333,102 @@ class _Finder:
                 continue
             uses[node.module] += 1
             name = node.module if uses[node.module] == 1 else f"{node.module}#{uses[node.module]}"
-            place = self._place(node.source.shape, self._around(node))
+            place = self._traced_place(node) or self._place(node.source.shape, self._around(node))
             if isinstance(place, str):
                 self.skipped.append(f"{name}: {place}")
                 continue
             unit = next((found.unit for found in units if index in found.nodes), None)
             kind, depth = (unit.kind, unit.depth) if unit else ("msa", math.nan)
-            sites.append(AttentionSite(name, kind, depth, *place, node.event, node.source, self._parts(node)))
+            sites.append(
+                AttentionSite(
+                    name=name,
+                    kind=kind,
+                    depth=depth,
+                    heads=place.heads,
+                    grid=place.grid,
+                    prefix=place.prefix,
+                    windows=place.windows,
+                    event=node.event,
+                    source=node.source,
+                    positions=place.positions,
+                    heads_first=place.heads_first,
+                    parts=self._parts(node),
+                )
+            )
         for found in units:
             if found.unit.kind == "msa" and all(self.trace.nodes[n].source is None for n in found.nodes):
                 self.skipped.append(f"{found.unit.name}: activations multiply each other, but no map's rows sum to one")
+        self.skipped += [
+            f"{name}: no attention map was seen in it (a kernel that bypasses PyTorch?)" for name in self._unseen()
+        ]
         return sites
 
-    def _place(self, shape: tuple[int, ...], around: Layout | None) -> tuple[int, tuple[int, int], int, int] | str:
+    def _unseen(self) -> list[str]:
+        """Modules that by their name are attention, and have layers of tokens, but showed no product of activations."""
+        named = {call.name for call in self.trace.modules if _ATTENTION.fullmatch(call.name.rpartition(".")[2])}
+        inside: dict[str, set[str]] = {name: set() for name in named}
+        for index, node in enumerate(self.trace.nodes):
+            for name in named:
+                if f"{node.module}.".startswith(f"{name}.") and (node.op == "attention" or self._is_map(index)):
+                    inside[name].add(node.op)
+        return sorted(name for name, ops in inside.items() if "linear" in ops and "attention" not in ops)
+
+    def unseen_streams(self, units: list[_Found]) -> list[str]:
+        """What no activation on the stream shows: streams that run side by side, or a single position."""
+        nodes = self.trace.nodes
+        if not units:
+            if not any(self._is_map(n) for n in self.trace.stream() if n):
+                return ["no activation that the logits follow from has more than one position"]
+            return []
+        covered = set().union(*(found.nodes for found in units))
+        told = []
+        stem = sum(nodes[n].op == "attention" for n in units[0].nodes) if units[0].unit.kind == "stem" else 0
+        if stem > 1:
+            told.append(f"{units[0].unit.name}: the stem holds {stem} attentions, whose streams run side by side")
+        last = max(covered)
+        outside = [n for n in range(last + 1, len(nodes)) if nodes[n].op in ("attention", "conv") and self._is_map(n)]
+        if len(outside) > 1:
+            told.append(
+                f"{len(outside)} convolutions and attentions after {units[-1].unit.name} are in no unit: no activation "
+                "there leads to all of the logits; name modules with layers="
+            )
+        return told
+
+    def _traced_place(self, node: Node) -> _Place | str | None:
+        """What `_place` says, from where keys and queries lie; `None` if that was lost, or is no grid."""
+        assert node.source is not None
+        *leading, queries, keys = node.source.shape
+        if node.keys is None or self.prefix is not None:
+            return None
+        if not node.keys.size:
+            return f"a map of {queries}x{keys} is over channels, not over tokens"
+        if node.queries is not None and np.isnan(node.queries).all():
+            return "prefix tokens attend to the patches, no patch does"
+        if queries != keys:
+            return None
+        try:
+            places = np.broadcast_to(node.keys, (*leading, keys)).reshape(-1, keys)
+        except ValueError:
+            return None
+        if node.queries is not None:
+            asking = np.broadcast_to(node.queries, (*leading, queries)).reshape(-1, queries)
+            if not np.allclose(asking, places, atol=0.5, equal_nan=True):
+                return "queries and keys lie at different places"
+        windows = len(np.unique(np.nan_to_num(places, nan=-1e6), axis=0))
+        heads, rest = divmod(len(places), self.batch * windows)
+        batch_first = len(leading) == 1 or leading[0] in (self.batch, self.batch * windows)
+        if rest or not batch_first:
+            return None
+        for heads_first in (False, True):
+            axes = (self.batch, heads, windows, keys) if heads_first else (self.batch, windows, heads, keys)
+            apart = places.reshape(axes)
+            first = apart[0, 0] if heads_first else apart[0, :, 0]
+            here = first[None, None] if heads_first else first[None, :, None]
+            if np.array_equal(apart, np.broadcast_to(here, axes), equal_nan=True):
+                return _place_of(first, heads, heads_first)
+        return None
+
+    def _place(self, shape: tuple[int, ...], around: Layout | None) -> _Place | str:
         """Heads, grid, prefix tokens and windows of maps `(..., query, key)`, or why they are none between patches."""
         queries, keys = shape[-2:]
         if queries != keys:
@@ -307,7 +449,7 @@ class _Finder:
         if leading != self.batch * windows * heads:
             rows, columns = layout.grid
             return f"maps of shape {shape} are not those of {self.batch} images of {rows}x{columns} patches"
-        return heads, grid, prefix, windows
+        return _Place(heads, grid, prefix, windows)
 
     def _parts(self, attention: Node) -> tuple[Event, ...]:
         """The two softmaxes whose gated sum a map is, what depends on the images first."""
@@ -353,7 +495,7 @@ class _Finder:
             return []
         nodes = set(self.trace.between(start, end))
         if kind is None:
-            mixes = any(self.trace.nodes[n].op in ("attention", "conv", "linear") for n in nodes)
+            mixes = self._mixes(nodes)
             moves = layout.grid != self._grid(start)
             if not mixes and not moves:
                 return []
@@ -387,7 +529,29 @@ class _Finder:
     def _is_map(self, node: int) -> bool:
         """Whether an activation has more than one position."""
         layout = self.layout(node)
-        return layout is not None and layout.tokens > 1
+        return layout is not None and math.prod(layout.grid) > 1
+
+
+def _place_of(places: np.ndarray, heads: int, heads_first: bool) -> _Place | None:
+    """Heads, grid, prefix, windows and positions of windows whose tokens lie at `places` `(window, token)`."""
+    windows, tokens = places.shape
+    raster = Raster.of(places.ravel())
+    if raster is None:
+        return None
+    positions = np.stack([raster.rows, raster.columns], -1).reshape(windows, tokens, 2)
+    present = ~np.isnan(positions[..., 0])
+    full = positions[int(present.sum(1).argmax())]  # a window without padding, if there is one
+    rows, columns = (np.unique(axis[~np.isnan(axis)]) for axis in (full[:, 0], full[:, 1]))
+    grid, prefix = (len(rows), len(columns)), 0
+    if windows == 1:
+        grid, prefix = raster.grid, int(np.argmax(present[0]))
+    inside = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 2)
+    plain = present[:, prefix:].all() and tokens == prefix + len(inside)
+    # Windows of a rolled grid reach around its edge; what is beyond is masked, and inside nothing has changed.
+    from_first = (positions[:, prefix:] - positions[:, prefix : prefix + 1]) % raster.grid
+    if plain and bool((from_first == inside).all()):
+        return _Place(heads, grid, prefix, windows, None, heads_first)
+    return _Place(heads, grid, prefix, windows, positions, heads_first)
 
 
 def _matches(name: str, pattern: str) -> bool:

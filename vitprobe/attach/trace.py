@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vitprobe.attach.maps import MapSource, recognise
+from vitprobe.attach.places import Places
 from vitprobe.calling import replace_tensor, tensors_of
 
 Op = Literal["add", "attention", "conv", "linear", "pool", "other"]
@@ -76,6 +78,9 @@ class Node:
         operands: for an addition, the nodes of its two operands in order.
         source: for an attention, where its map comes from.
         channels_last: where the channels of four axes are, as far as the operations around it tell.
+        places: where its tokens lie in the image, and which axis its channels are; `None` if that was lost.
+        queries: for an attention, where the queries of its map lie `(..., query)`; `None` if that was lost.
+        keys: the same of its keys `(..., key)`.
     """
 
     event: Event
@@ -88,6 +93,9 @@ class Node:
     operands: tuple[int, ...] = ()
     source: MapSource | None = None
     channels_last: bool | None = None
+    places: tuple[np.ndarray, int] | None = None
+    queries: np.ndarray | None = None
+    keys: np.ndarray | None = None
 
 
 @dataclass
@@ -255,13 +263,15 @@ class Clock(TorchFunctionMode):
 class Tracer(Clock):
     """Records the graph of one forward pass into `trace`."""
 
-    def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
+    def __init__(self, model: nn.Module, inputs: list[Tensor], images: Tensor) -> None:
         super().__init__(model)
+        self.places = Places(images, lambda tensor: self.node_of(tensor) is not None)
         self.trace = Trace([Node(Event(0, "", 0), "other", "", tuple(inputs[0].shape), (), -1, 0)])
         # Weak keys: the trace never keeps an activation alive, and a freed one's identity is never reused.
         # `None` marks what is known not to depend on the images.
         constants = dict.fromkeys([*model.parameters(), *model.buffers()])
         self._node: WeakIdKeyDictionary = WeakIdKeyDictionary(constants | {tensor: 0 for tensor in inputs})
+        self._softmaxes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # to whether columns were cut off since
 
     def node_of(self, tensor: Tensor) -> int | None:
         """The node of a tensor; `None` if it does not depend on the images."""
@@ -279,7 +289,8 @@ class Tracer(Clock):
                 self.trace.constant_maps.append((event, self.stack[-1].name, tuple(tensors[0].shape)))
             return
         op: Op = self._classify(func, args, kwargs)
-        source = recognise(func, args, kwargs)
+        source = recognise(func, args, kwargs, lambda x: self._softmaxes.get(x, False))
+        self._follow_softmax(event.function, args, tensors)
         operands: tuple[int, ...] = ()
         if source is not None:
             op = "attention"
@@ -296,6 +307,9 @@ class Tracer(Clock):
             source,
         )
         node.channels_last = self._find_channels(func, node)
+        if source is not None:
+            node.queries, node.keys = self.places.of_attention(source, func, args, kwargs)
+        self.places.follow(func, args, kwargs, tensors)
         self._record(node, tensors)
 
     def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> None:
@@ -304,6 +318,7 @@ class Tracer(Clock):
         parents = self._nodes_of(tensors_of(args))
         if unseen and parents:
             shape = tuple(unseen[0].shape)
+            self.places.pass_on(tensors_of(args), unseen)
             self._record(Node(event, "other", name, shape, tuple(parents), *self._dominate(parents)), unseen)
         self.trace.modules.append(ModuleCall(event, name, tuple(tensors[0].shape), self.node_of(tensors[0])))
 
@@ -311,6 +326,7 @@ class Tracer(Clock):
         return [node for tensor in tensors if (node := self.node_of(tensor)) is not None]
 
     def _record(self, node: Node, tensors: list[Tensor]) -> None:
+        node.places = self.places.of_tokens(tensors[0])
         self.trace.nodes.append(node)
         for tensor in tensors:
             self._node[tensor] = len(self.trace.nodes) - 1
@@ -338,6 +354,15 @@ class Tracer(Clock):
         same = [parent.channels_last for parent in known if parent.shape == node.shape and func not in RESHAPE]
         return same[0] if same else None
 
+    def _follow_softmax(self, name: str, args: tuple, tensors: list[Tensor]) -> None:
+        if name == "softmax":
+            self._softmaxes[tensors[0]] = False
+        elif args and isinstance(args[0], Tensor) and args[0] in self._softmaxes:
+            if name in ("__getitem__", "narrow"):
+                self._softmaxes[tensors[0]] = True
+            elif name in ("dropout", "to", "type", "contiguous", "view", "reshape"):
+                self._softmaxes[tensors[0]] = self._softmaxes[args[0]]
+
     def _operands(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, ...]:
         pair = tensors_of([*args[:2], kwargs.get("other")])
         if len(pair) != 2 or pair[0].shape != pair[1].shape:
@@ -356,4 +381,8 @@ class Tracer(Clock):
         if func in PRODUCT:  # by a weight, or by another activation
             constant = any(self.node_of(tensor) is None for tensor in tensors_of([*args, kwargs]))
             return "linear" if constant else "attention"
+        if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            # No public function: a kernel of one's own, which mixes activations that it takes together.
+            mixed = {node for tensor in tensors_of([*args, kwargs]) if (node := self.node_of(tensor)) is not None}
+            return "attention" if len(mixed) > 1 else "other"
         return "other"

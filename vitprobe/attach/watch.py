@@ -158,13 +158,16 @@ class Watch(Clock):
         self, site: AttentionSite, func: Callable, args: tuple, kwargs: dict[str, Any], device: torch.device
     ) -> Iterator[Tensor]:
         """Chunks of whole images, `(image, window, head, query, key)`."""
-        entries = site.windows * (site.heads if len(site.source.shape) == 3 else 1)
+        on_first_axis = site.heads if site.heads_first else site.windows  # the axes before the last three are one
+        entries = on_first_axis * (
+            (site.windows if site.heads_first else site.heads) if len(site.source.shape) == 3 else 1
+        )
 
         def chunk(numbers: int) -> int:
             return entries * chunk_size(numbers * entries, device)
 
         for maps in compute_maps(site.source, func, args, kwargs, chunk):
-            yield maps.reshape(-1, site.windows, site.heads, *maps.shape[-2:])
+            yield site.by_image(maps)
 
 
 def _by_image(part: Tensor, site: AttentionSite) -> Tensor:
