@@ -31,7 +31,8 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "a TorchScript model runs outside Python, where nothing can be watched: "
                 "give the nn.Module it was made from."
             )
-        if {"FullyShardedDataParallel", "FSDPModule"} & {parent.__name__ for parent in type(model).__mro__}:
+        kinds = {parent.__name__ for module in model.modules() for parent in type(module).__mro__}
+        if {"FullyShardedDataParallel", "FSDPModule"} & kinds:
             raise TypeError("a model sharded by FSDP holds no whole weights: load it into one process, unsharded.")
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
@@ -93,8 +94,27 @@ def untouched(model: nn.Module) -> Iterator[None]:
         eager(),
         torch.no_grad(),
         evaluation_mode(model),
+        same_buffers(model),
     ):
         yield
+
+
+@contextmanager
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers that a pass writes to (counters, caches) are put back on any exit."""
+    kept = [(buffer, _version(buffer), buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in kept:
+                if not torch.equal(buffer, value) if version is None else version != buffer._version:
+                    buffer.copy_(value)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; `None` for one that does not count (made in inference mode)."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def eager() -> AbstractContextManager[Any]:
@@ -168,6 +188,8 @@ def as_batches(batches: Iterable[Any]) -> Iterable[Any]:
         shape = batches[0].shape[1:]
         several = all(isinstance(item, Tensor) and item.shape[1:] == shape for item in batches)  # images.split(64)
         return batches if several else [batches]
+    if isinstance(batches, list) and batches and isinstance(batches[0], Tensor) and batches[0].ndim == 4:
+        return [batches] if any(isinstance(item, Tensor) and item.ndim != 4 for item in batches) else batches
     return batches
 
 

@@ -369,9 +369,9 @@ class _Finder:
         inside: dict[str, set[str]] = {name: set() for name in named}
         for index, node in enumerate(self.trace.nodes):
             for name in named:
-                if f"{node.module}.".startswith(f"{name}.") and (node.op == "attention" or self._is_map(index)):
-                    inside[name].add(node.op)
-        return sorted(name for name, ops in inside.items() if "linear" in ops and "attention" not in ops)
+                if f"{node.module}.".startswith(f"{name}.") and (node.source or self._is_map(index)):
+                    inside[name].add("map" if node.source else node.op)
+        return sorted(name for name, ops in inside.items() if "linear" in ops and "map" not in ops)
 
     def unseen_streams(self, units: list[_Found]) -> list[str]:
         """What no activation on the stream shows: streams that run side by side, or a single position."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitprobe.calling import eager, evaluation_mode
+from vitprobe.calling import eager, evaluation_mode, same_buffers
 from vitprobe.curvature.lanczos import norm
 from vitprobe.names import unknown
 
@@ -79,6 +79,11 @@ class LossOperator:
             raise ValueError(f"no trainable parameter matches {patterns}; the model has {', '.join(named) or 'none'}.")
         self.names = list(chosen)
         self.parameters = list(chosen.values())
+        if torch.is_inference_mode_enabled() or any(p.is_inference() for p in self.model.parameters()):
+            raise ValueError(
+                "curvature needs gradients, which torch.inference_mode() rules out: call it outside, with a model that "
+                "was built outside."
+            )
         if half := next((p.dtype for p in self.parameters if p.dtype in (torch.float16, torch.bfloat16)), None):
             raise ValueError(
                 f"weights in {half} are too coarse for second derivatives (percents off, or not finite): "
@@ -296,6 +301,7 @@ class LossOperator:
             with (
                 torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
                 evaluation_mode(self.model),
+                same_buffers(self.model),
                 eager(),
                 torch.enable_grad(),
                 sdpa_kernel(SDPBackend.MATH),
