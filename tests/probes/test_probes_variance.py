@@ -11,10 +11,9 @@ from vitprobe.models import create_model
 from vitprobe.probes import RunningMean, feature_variance
 
 
-def measure(x):
+def measure(x, batch=3, **options):
     model = Shown().to(x.dtype)
-    model(x)
-    return feature_variance(model, x.split(3), layers="map", progress=False).isel(layer=0)
+    return feature_variance(model, x.split(batch), layers="map", progress=False, **options).isel(layer=0)
 
 
 def images(*shape, seed=0):
@@ -63,9 +62,53 @@ def test_prefix_tokens_are_left_out():
     assert int(before.prefix[0]) == 4
 
 
-def test_units_with_one_position_are_nan():
-    found = measure(images(3, 2, 1, 1))
-    assert found.variance.isnull() and found.normalised_variance.isnull()
+def test_a_single_position_or_image_has_no_variance():
+    with pytest.raises(ValueError, match=r"no unit has more than one position; the grids are \[\(1, 1\)\]"):
+        measure(images(3, 2, 1, 1))
+    with pytest.raises(ValueError, match="needs two images or more"):
+        measure(images(1, 2, 4, 4), over="images")
+    with pytest.raises(ValueError, match="over 'tokens'"):
+        measure(images(3, 2, 4, 4), over="tokens")
+
+
+@settings(deadline=None, max_examples=20)
+@given(count=st.integers(2, 9), chunk=st.integers(1, 9), offset=st.sampled_from([0.0, 100.0]), seed=st.integers(0, 99))
+def test_variance_over_images_is_numpys_for_any_batches(count, chunk, offset, seed):
+    x = images(count, 3, 4, 6, seed=seed) * torch.arange(1, 7) + offset
+    found = measure(x, over="images", batch=chunk)
+    expected = x.numpy().var(0, ddof=1).mean()
+    assert float(found.variance) == pytest.approx(expected, rel=1e-9)
+    assert found.attrs["over"] == "images"
+    assert bool(found.variance_se.isnull()) == (count == 2)
+
+
+def test_standard_error_over_images_is_that_of_repetitions():
+    repeated = [measure(images(12, 2, 2, 2, seed=seed), over="images") for seed in range(60)]
+    spread = np.std([float(one.variance) for one in repeated], ddof=1)
+    claimed = np.mean([float(one.variance_se) for one in repeated])
+    assert 0.7 < claimed / spread < 1.3
+
+
+def test_the_change_is_paired_image_by_image():
+    class Doubling(torch.nn.Module):
+        """Two residual units: the first adds the stream to itself, the second nothing."""
+
+        def __init__(self):
+            super().__init__()
+            self.stem, self.mix = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Conv2d(4, 4, 1, bias=False)
+            torch.nn.init.dirac_(self.mix.weight)
+
+        def forward(self, x):
+            x = self.stem(x)
+            x = x + self.mix(x)
+            return (x + self.mix(x) * 0).mean((2, 3))
+
+    torch.manual_seed(0)
+    found = feature_variance(Doubling().double(), images(5, 3, 6, 6).split(2), progress=False)
+    assert list(found.kind.values) == ["stem", "mlp", "mlp"]
+    np.testing.assert_allclose(found.variance_change[1:], [3 * float(found.variance[0]), 0], atol=1e-12)
+    np.testing.assert_allclose(found.variance_change_se[1:], [3 * float(found.variance_se[0]), 0], atol=1e-12)
+    assert found.variance_change[:1].isnull().all() and found.variance_change_se[:1].isnull().all()
 
 
 @settings(deadline=None)

@@ -28,7 +28,6 @@ from vitprobe.calling import (
 from vitprobe.names import unknown
 from vitprobe.results import provenance
 
-
 INPUTS: tuple[Inputs, ...] = ("patch embedding", "layer")
 
 
@@ -90,6 +89,8 @@ class UnitMean:
         """Take the batch into the means."""
         whole = {index: torch.cat(chunks) for index, chunks in sorted(self._batch.items())}
         for index, values in whole.items():
+            if not len(values):
+                continue
             self.value.setdefault(index, RunningMean()).add(values)
             if index - 1 in whole:
                 self.change.setdefault(index, RunningMean()).add(values - whole[index - 1].to(values.device))
