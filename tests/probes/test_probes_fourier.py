@@ -11,7 +11,8 @@ from torch import nn
 
 from vitprobe.models import create_model
 from vitprobe.probes import Fourier, fourier
-from vitprobe.probes.fourier import frequencies, half_diagonal
+from vitprobe.probes.fourier import frequencies, half_diagonal, radial_mean, radii
+from vitprobe.probes.fourier_spectrum import fourier_spectrum
 
 
 class Shown(nn.Module):
@@ -181,3 +182,110 @@ def test_grids_of_several_sizes_share_one_axis():
     assert not found.high_frequency_amplitude.isnull().any()
     rows = found.log_amplitude.to_dataframe().dropna().reset_index()
     assert len(rows) == 4 * 7 + 3 * 4
+
+
+def maps_of(seed=3, count=8, channels=5, grid=(6, 6)):
+    return torch.randn(count, channels, *grid, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def test_log_of_mean_and_its_errors_are_those_of_the_means():
+    x = maps_of()
+    found = measure(x, average="log of mean")
+    full = np.abs(np.fft.fft2(x.numpy()))
+    each = np.stack([full[:, :, k, k] for k in range(4)], axis=1).mean(-1)  # (image, frequency)
+    mean = each.mean(0) + 1e-6
+    np.testing.assert_allclose(found.log_amplitude, np.log(mean), rtol=1e-9)
+    np.testing.assert_allclose(found.log_amplitude_se, each.std(0, ddof=1) / np.sqrt(8) / mean, rtol=1e-9)
+    np.testing.assert_allclose(found.relative_log_amplitude, np.log(mean / mean[0]), rtol=1e-9, atol=1e-12)
+    linear = (each / mean - each[:, :1] / mean[0]).std(0, ddof=1) / np.sqrt(8)
+    np.testing.assert_allclose(found.relative_log_amplitude_se, linear, rtol=1e-9, atol=1e-9)
+    assert found.average == "log of mean" and measure(x).average == "mean of log"
+    assert (found.log_amplitude >= measure(x).log_amplitude).all()  # Jensen
+
+
+@pytest.mark.parametrize("average", ["mean of log", "log of mean"])
+@pytest.mark.parametrize("along", ["diagonal", "radius"])
+def test_the_change_of_high_frequencies_is_paired(average, along):
+    """A unit that doubles the stream changes no relative amplitude; its standard error is not that of two means."""
+
+    class Doubling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.same = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, bias=False)
+            nn.init.dirac_(self.same.weight)
+            self.high = nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", groups=4, bias=False)
+            nn.init.constant_(self.high.weight, -1 / 8)
+            with torch.no_grad():
+                self.high.weight[:, :, 1, 1] = 1.0
+
+        def forward(self, x):
+            x = self.stem(x)
+            x = x + self.same(x)
+            return (x + self.high(x)).mean((2, 3))
+
+    torch.manual_seed(0)
+    model, x = Doubling().double(), maps_of(channels=3, grid=(8, 8))
+    found = fourier(model, x.split(3), average=average, along=along, progress=False)
+    change = found.high_frequency_amplitude_change.values
+    assert np.isnan(change[0])
+    assert change[1] == pytest.approx(0, abs=1e-5) and found.high_frequency_amplitude_change_se[1] < 1e-5
+    np.testing.assert_allclose(change[1:], np.diff(found.high_frequency_amplitude), atol=1e-9)
+    if along == "diagonal":  # the filter is linear: its gain at pi over that at zero, which is 1 + 0
+        wave = np.zeros((8, 8))
+        wave[:3, :3] = model.high.weight[0, 0].detach()
+        gain = 1 + np.abs(np.fft.fft2(wave)[4, 4])
+        assert change[2] == pytest.approx(np.log(gain), abs=1e-5)
+        assert found.high_frequency_amplitude_change_se[2] < 1e-5
+
+
+@settings(deadline=None, max_examples=25)
+@given(rows=st.integers(2, 9), columns=st.integers(2, 9), seed=st.integers(0, 99))
+def test_radial_mean_is_that_over_all_frequencies(rows, columns, seed):
+    x = maps_of(seed=seed, count=2, channels=2, grid=(rows, columns))
+    amplitude = np.abs(np.fft.fft2(x.numpy()))
+    radius = np.hypot(np.fft.fftfreq(rows)[:, None], np.fft.fftfreq(columns)[None]) * 2
+    axis = radii((rows, columns))
+    found = radial_mean(torch.from_numpy(np.abs(np.fft.rfft2(x.numpy()))), (rows, columns)).numpy()
+    for i, frequency in enumerate(axis):
+        inside = np.round(radius / 2 * max(rows, columns)) == i
+        assert frequency == pytest.approx(2 * i / max(rows, columns))
+        np.testing.assert_allclose(found[..., i], amplitude[..., inside].mean(-1), rtol=1e-9)
+
+
+def test_a_wave_in_any_direction_is_at_its_radius():
+    side = 16
+    for k, m in ((3, 0), (0, 3), (2, 2)):
+        wave = torch.from_numpy(np.cos(2 * np.pi * np.add.outer(k * np.arange(side), m * np.arange(side)) / side))
+        found = measure(wave.expand(2, 1, side, side), along="radius", average="log of mean")
+        assert int(found.log_amplitude.argmax()) == round(math.hypot(k, m))
+
+
+def test_definitions_that_exclude_each_other_are_refused():
+    with pytest.raises(ValueError, match="definition='paper' is of the diagonal"):
+        Fourier("paper", along="radius")
+    with pytest.raises(ValueError, match="unknown average"):
+        Fourier(average="median")
+    with pytest.raises(ValueError, match="unknown along"):
+        Fourier(along="rows")
+
+
+@pytest.mark.parametrize("grid", [(6, 6), (5, 7), (4, 6), (7, 4)])
+def test_the_plane_of_frequencies_is_numpys(grid):
+    x = maps_of(grid=grid)
+    found = fourier_spectrum(Shown().double(), x.split(3), layers="map", progress=False).isel(layer=0)
+    logs = np.log(np.abs(np.fft.fft2(x.numpy())) + 1e-6).mean(1)
+    logs = np.fft.fftshift(logs - logs[:, :1, :1], axes=(1, 2))
+    np.testing.assert_allclose(found.relative_log_amplitude, logs.mean(0), rtol=1e-8, atol=1e-9)
+    np.testing.assert_allclose(found.relative_log_amplitude_se, logs.std(0, ddof=1) / np.sqrt(8), rtol=1e-7, atol=1e-9)
+    np.testing.assert_array_equal(found.y, np.fft.fftshift(np.fft.fftfreq(grid[0]) * grid[0]).round())
+    if grid[0] == grid[1]:
+        along = [float(found.relative_log_amplitude.sel(y=-k, x=-k)) for k in range(grid[0] // 2 + 1)]
+        np.testing.assert_allclose(along, measure(x).relative_log_amplitude, atol=1e-9)
+
+
+def test_planes_of_several_grids_have_zero_in_common():
+    model = create_model("resnet_nano", image_size=12, seed=0)
+    found = fourier_spectrum(model, torch.randn(2, 3, 12, 12), progress=False)
+    assert (found.relative_log_amplitude.sel(y=0, x=0) == 0).all()
+    assert found.relative_log_amplitude.isel(layer=-1).notnull().sum() == 36
+    assert found.relative_log_amplitude.isel(layer=-1).sel(y=-3, x=2).notnull()

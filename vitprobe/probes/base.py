@@ -69,6 +69,44 @@ class RunningMean:
         return np.sqrt(squares / (self.count - 1) / self.count)
 
 
+class RunningCovariance:
+    """Mean over images of vectors that arrive in chunks `(image, entry)`, and the covariance of that mean."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean: Tensor | None = None
+        self._products: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """Add a chunk, as `RunningMean` does."""
+        values = values.detach().to(torch.float64)
+        count, mean = len(values), values.mean(0)
+        products = (values - mean).T @ (values - mean)
+        if self._mean is None or self._products is None:
+            self.count, self._mean, self._products = count, mean, products
+            return
+        total = self.count + count
+        step = mean - self._mean
+        self._products += products + torch.outer(step, step) * (self.count * count / total)
+        self._mean += step * (count / total)
+        self.count = total
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean over all images `(entry,)`."""
+        assert self._mean is not None
+        return self._mean.cpu().numpy()
+
+    @property
+    def covariance(self) -> np.ndarray:
+        """The covariance of the mean, images being the independent units; NaN for one image."""
+        assert self._products is not None
+        products = self._products.cpu().numpy()
+        if self.count < 2:
+            return np.full_like(products, np.nan)
+        return products / (self.count - 1) / self.count
+
+
 class UnitMean:
     """Mean over images of a value of every unit, and of the change from the unit before, with standard errors.
 
