@@ -2,7 +2,8 @@
 
 from vitprobe.attach.intervene import Intervention, removal
 from vitprobe.attach.layout import Activation, Layout, infer_layout
-from vitprobe.attach.plan import AttentionSite, Plan, Unit, plan
+from vitprobe.attach.parts import AttentionSite, Unit
+from vitprobe.attach.plan import Plan, plan
 from vitprobe.attach.spatial import spatial_operator
 from vitprobe.attach.watch import Inputs, Watch
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitprobe.attach.maps import MapSource, mha_arguments, sdpa_arguments, whole_maps
-from vitprobe.attach.plan import AttentionSite, Plan, Unit
+from vitprobe.attach.parts import AttentionSite, Unit
+from vitprobe.attach.plan import Plan
 from vitprobe.attach.trace import Clock, Event
 from vitprobe.calling import Forward, replace_tensor, tensors_of
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from vitprobe.attach.layout import Activation
 from vitprobe.attach.maps import compute_maps
-from vitprobe.attach.plan import AttentionSite, Plan, Unit
+from vitprobe.attach.parts import AttentionSite, Unit
+from vitprobe.attach.plan import Plan
 from vitprobe.attach.trace import Clock, Event
 
 Inputs = Literal["layer", "patch embedding"]

@@ -22,8 +22,8 @@ _TORCHVISION = {
 _IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
-# From images (image, y, x[, channel]); errors name where they come from.
-def _split(images: np.ndarray, labels: np.ndarray, where: object) -> Split:
+def as_split(images: np.ndarray, labels: np.ndarray, where: object) -> Split:
+    """Images `(image, y, x)` or `(image, y, x, channel)` and labels as a split; errors name where they come from."""
     try:
         check_dtypes(images.dtype, labels.dtype)
         if images.ndim == 3:
@@ -44,13 +44,13 @@ def _digits(spec: str, root: Path, download: bool) -> Parts:
 
     digits = load_digits()
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)
-    return *hold_out(_split(images, digits.target, spec), spec), tuple(map(str, digits.target_names))
+    return *hold_out(as_split(images, digits.target, spec), spec), tuple(map(str, digits.target_names))
 
 
 def _synthetic(spec: str, root: Path, download: bool) -> Parts:
     cue = spec.removeprefix("synthetic:")
-    train = _split(*draw_images(cue, 1000, "train"), spec)
-    test = _split(*draw_images(cue, 250, "test"), spec)
+    train = as_split(*draw_images(cue, 1000, "train"), spec)
+    test = as_split(*draw_images(cue, 250, "test"), spec)
     return train, test, SHAPES if cue == "low" else TEXTURES
 
 
@@ -78,7 +78,7 @@ def _read_npz(path: Path) -> tuple[Split, tuple[str, ...] | None]:
     if missing := {"images", "labels"} - set(arrays):
         raise ValueError(f"{path} has no array {min(missing)!r}: save it by numpy.savez(path, images=..., labels=...)")
     names = tuple(map(str, arrays["label_names"])) if "label_names" in arrays else None
-    return _split(arrays["images"], arrays["labels"], path), names
+    return as_split(arrays["images"], arrays["labels"], path), names
 
 
 def _folder(argument: str) -> Parts:
@@ -86,34 +86,35 @@ def _folder(argument: str) -> Parts:
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {path}")
     if not (path / "train").is_dir():
-        class_names = _class_folders(path)
-        files, labels = _image_files(path, class_names)
-        return *hold_out(_split(_decode(files), labels, path), path), class_names
+        class_names = class_folders(path)
+        files, labels = image_files(path, class_names)
+        return *hold_out(as_split(decode(files), labels, path), path), class_names
     test_path = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
     if test_path is None:
         raise FileNotFoundError(
             f"{path} has a folder train but neither test nor val: add one, "
             f"or type folder:{path / 'train'} to hold out a fifth of it"
         )
-    class_names = _class_folders(path / "train")
-    if strangers := set(_class_folders(test_path)) - set(class_names):
+    class_names = class_folders(path / "train")
+    if strangers := set(class_folders(test_path)) - set(class_names):
         raise ValueError(f"{test_path / min(strangers)} is a class that {path / 'train'} does not have")
-    train_files, train_labels = _image_files(path / "train", class_names)
-    test_files, test_labels = _image_files(test_path, class_names)
-    images = _decode(train_files + test_files)
-    train = _split(images[: len(train_files)], train_labels, path)
-    return train, _split(images[len(train_files) :], test_labels, path), class_names
+    train_files, train_labels = image_files(path / "train", class_names)
+    test_files, test_labels = image_files(test_path, class_names)
+    images = decode(train_files + test_files)
+    train = as_split(images[: len(train_files)], train_labels, path)
+    return train, as_split(images[len(train_files) :], test_labels, path), class_names
 
 
-def _class_folders(path: Path) -> tuple[str, ...]:
+def class_folders(path: Path) -> tuple[str, ...]:
+    """The classes that a folder holds, one folder each."""
     names = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and folder.name[0] != ".")
     if not names:
         raise FileNotFoundError(f"{path} has no folders; wanted is one folder of images for each class")
     return tuple(names)
 
 
-# The image files of those classes that have a folder in path, and their labels.
-def _image_files(path: Path, class_names: Sequence[str]) -> tuple[list[Path], np.ndarray]:
+def image_files(path: Path, class_names: Sequence[str]) -> tuple[list[Path], np.ndarray]:
+    """The image files of those classes that have a folder in `path`, and their labels."""
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(class_names):
@@ -132,8 +133,8 @@ def _image_files(path: Path, class_names: Sequence[str]) -> tuple[list[Path], np
     return files, np.array(labels)
 
 
-# uint8 (image, y, x, channel): one channel if every image is grey, else three.
-def _decode(files: Sequence[Path]) -> np.ndarray:
+def decode(files: Sequence[Path]) -> np.ndarray:
+    """Images `(image, y, x, channel)` as uint8: one channel if every one is grey, else three."""
     pictures = []
     for file in files:
         pictures.append(_decode_one(file))
@@ -186,7 +187,7 @@ def _torchvision(spec: str, root: Path, download: bool) -> Parts:
             train, test = read(root, train=True, download=True), read(root, train=False)
         except (OSError, RuntimeError) as error:
             raise _not_found(spec, root / folder, error) from error
-    splits = [_split(np.asarray(part.data), np.asarray(part.targets), root / folder) for part in (train, test)]
+    splits = [as_split(np.asarray(part.data), np.asarray(part.targets), root / folder) for part in (train, test)]
     return splits[0], splits[1], tuple(train.classes)
 
 
@@ -212,7 +213,7 @@ def _read_svhn(path: Path, part: str, download: bool) -> Split:
         images, labels = rearrange(file["X"], "y x channel image -> image y x channel"), file["y"].reshape(-1)
     except Exception as error:  # scipy has many for a damaged file
         raise ValueError(f"{path} is not a file of SVHN, a .mat of images X and labels y: {error}") from error
-    return _split(images, np.where(labels == 10, 0, labels), path)  # the files call the digit 0 class 10
+    return as_split(images, np.where(labels == 10, 0, labels), path)  # the files call the digit 0 class 10
 
 
 READERS: dict[str, tuple[str, Callable[[str], Parts]]] = {

@@ -351,8 +351,20 @@ def _reason_against(one: FeatureProbe, found: Plan, batch: Any) -> str:
             "a ConViT's GPSA is",
         ),
     }[one.reads]
-    reasons = f" Left out: {'; '.join(found.skipped)}." if found.skipped else ""
+    reasons = f" Left out: {_grouped(found.skipped)}." if found.skipped else ""
     return f"{one.name}: the forward pass shows no {what}; {advice}.{reasons}"
+
+
+def _grouped(skipped: Sequence[str]) -> str:
+    """What was left out, each reason once."""
+    places: dict[str, list[str]] = {}
+    for one in skipped:
+        name, _, reason = one.rpartition(": ")
+        places.setdefault(reason, []).append(name)
+    return "; ".join(
+        f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}: {reason}".removeprefix(": ")
+        for reason, names in places.items()
+    )
 
 
 def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe], inputs: Inputs) -> Watch:

@@ -21,7 +21,7 @@ from vitprobe.attach.watch import chunk_size
 from vitprobe.calling import as_batches, default_forward, described, to_model, untouched, unwrap
 from vitprobe.intervals import t_quantile
 from vitprobe.names import unknown
-from vitprobe.probes.base import FeatureProbe, _coordinates
+from vitprobe.probes.base import FeatureProbe, coordinates
 from vitprobe.results import stack_runs
 
 Estimator = Literal["unbiased", "biased"]
@@ -105,8 +105,10 @@ class _Sums:
         """Of the centred Gram matrices `(unit, image, image)` of one batch."""
         n = grams.shape[-1]
         mine, theirs = grams.flatten(1), others.flatten(1).to(grams.device)
-        found = (mine @ theirs.T, mine.square().sum(1), theirs.square().sum(1))
-        return cls(*(n * part.cpu().numpy() for part in found), n)
+        cross = mine @ theirs.T
+        # Of one model from the same numbers, so that a unit is to itself exactly 1.
+        own, other = 2 * [cross.diagonal()] if others is grams else [mine.square().sum(1), theirs.square().sum(1)]
+        return cls(n * cross.cpu().numpy(), n * own.cpu().numpy(), n * other.cpu().numpy(), n)
 
     def __add__(self, more: "_Sums") -> "_Sums":
         return _Sums(self.cross + more.cross, self.own + more.own, self.other + more.other, self.images + more.images)
@@ -117,7 +119,7 @@ class _Sums:
     def cka(self) -> np.ndarray:
         """The ratio `(layer, layer_other)`; NaN where a unit was constant over the images."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            return self.cross / (np.sqrt(self.own)[:, None] * np.sqrt(self.other))
+            return self.cross / np.sqrt(self.own[:, None] * self.other)
 
 
 class CKA(FeatureProbe):
@@ -194,6 +196,10 @@ class CKA(FeatureProbe):
     def _places_other(self, places: Sequence[Unit]) -> Sequence[Unit]:
         return places
 
+    def _of_other(self) -> dict[str, Any]:
+        """What the dataset says of the other model: here there is none."""
+        return {}
+
     def dataset(self, places: Sequence[Unit]) -> xr.Dataset:
         """CKA along `layer` and `layer_other`, and the same without each batch, or group of batches, in turn."""
         if not self._groups:
@@ -223,12 +229,17 @@ class CKA(FeatureProbe):
                 ),
             },
             coords={
-                **_coordinates(places),
-                **_renamed(_coordinates(other)),
+                **coordinates(places),
+                **_renamed(coordinates(other)),
                 "batch": ("batch", np.arange(len(images)), {"long_name": "batch, or group of batches, left out"}),
                 "batch_images": ("batch", images, {"long_name": "images in it", "units": "1"}),
             },
-            attrs={"images": total.images, "batches": self._batches, "batches_left_out": self._left_out},
+            attrs={
+                "images": total.images,
+                "batches": self._batches,
+                "batches_left_out": self._left_out,
+                **self._of_other(),
+            },
         )
         sides = ((places, total.own), (other, total.other))
         if constant := [unit.name for units, own in sides for unit, hsic in zip(units, own, strict=True) if hsic == 0]:
@@ -249,8 +260,8 @@ def _stacked(grams: Mapping[int, Tensor]) -> Tensor:
     return torch.stack([grams[index] for index in sorted(grams)])
 
 
-def _renamed(coordinates: Mapping[str, tuple[str, Any, dict[str, str]]]) -> dict[str, Any]:
-    return {f"{name}_other": (f"{dim}_other", *rest) for name, (dim, *rest) in coordinates.items()}
+def _renamed(along_layer: Mapping[str, tuple[str, Any, dict[str, str]]]) -> dict[str, Any]:
+    return {f"{name}_other": (f"{dim}_other", *rest) for name, (dim, *rest) in along_layer.items()}
 
 
 class _Between(CKA):
@@ -277,7 +288,7 @@ class _Between(CKA):
         self._plan: Plan | None = None
 
     def shown(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, each of which the other model has seen when it is handed out."""
+        """The batches, each of which the other model has seen when it is handed out, in its own precision."""
         watch: Watch | None = None
         for batch in batches:
             moved = to_model(batch, self.other)
@@ -289,7 +300,6 @@ class _Between(CKA):
                         'other_options={"layers": ["blocks.*"]} or the like.'
                     )
                 watch = Watch(self.other, self._plan, on_whole_unit=self._see)
-            self._other_grams.clear()
             watch(self.forward, self.other, moved)
             yield batch
 
@@ -303,13 +313,10 @@ class _Between(CKA):
         assert self._plan is not None
         return self._plan.units
 
-    def dataset(self, places: Sequence[Unit]) -> xr.Dataset:
-        """CKA along `layer` and `layer_other`, and what the other model is."""
-        ds = super().dataset(places)
+    def _of_other(self) -> dict[str, Any]:
         assert self._plan is not None
-        ds.attrs |= {f"{key}_other": value for key, value in described(self.other).items()}
-        ds.attrs["skipped_other"] = json.dumps(list(self._plan.skipped))
-        return ds
+        said = described(self.other) | {"skipped": json.dumps(list(self._plan.skipped))}
+        return {f"{key}_other": value for key, value in said.items()}
 
 
 def cka(
@@ -371,10 +378,11 @@ def jackknife_error(value: np.ndarray, without: np.ndarray, images: np.ndarray) 
         `(...)`; NaN for a single group.
     """
     inverse = (images.sum() / images).reshape(-1, *[1] * value.ndim)
-    mean = len(images) * value - ((1 - 1 / inverse) * without).sum(0)
+    change = without - value
     with np.errstate(invalid="ignore", divide="ignore"):
-        pseudo = inverse * value - (inverse - 1) * without
-        return np.sqrt(((pseudo - mean) ** 2 / (inverse - 1)).mean(0))
+        # Of the pseudo-values from their mean; written in changes, so that what does not change has no error.
+        deviation = (inverse - 1) * change - ((1 - 1 / inverse) * change).sum(0)
+        return np.sqrt((deviation**2 / (inverse - 1)).mean(0))
 
 
 # --- blocks -----------------------------------------------------------------------------------------
@@ -445,7 +453,9 @@ def block_structure(ds: xr.Dataset, stages: int | Sequence[int] | None = None) -
     attributes |= {"stages": json.dumps(labels.tolist()), "stages_from": source}
     for name in found:
         attributes.pop(name, None)
-    of_run = {name: coord for name, coord in ds.coords.items() if not coord.dims and name not in (*found, *attributes)}
+    of_run = {
+        name: ds[name].variable for name in ds.coords if not ds[name].dims and name not in {**found, **attributes}
+    }
     return xr.Dataset(found, of_run, attributes)
 
 
@@ -486,7 +496,8 @@ def _contrasts(cka: np.ndarray, labels: np.ndarray, known: np.ndarray) -> dict[s
         ValueError: if no pair of units lies within a stage, or none across stages.
     """
     first, second = np.triu_indices(len(labels), 1)
-    first, second = (side[known[first, second]] for side in (first, second))
+    here = known[first, second]
+    first, second = first[here], second[here]
     pairs, distance, same = cka[:, first, second], second - first, labels[first] == labels[second]
     if same.all() or not same.any():
         where = "across stages" if same.all() else "within a stage"
