@@ -81,6 +81,16 @@ def described(model: nn.Module) -> dict[str, Any]:
     return said | ({"initialisation": initialisation} if isinstance(initialisation, str) and initialisation else {})
 
 
+def described_batches(batches: Any) -> dict[str, str | int | float]:
+    """What a dataset says of the batches it was measured on: what they say of themselves in `description`.
+
+    Args:
+        batches: any iterable; loaders of `vitprobe.data` and `vitprobe.training` know their split and augmentation.
+    """
+    description = getattr(batches, "description", {})
+    return dict(description) if isinstance(description, Mapping) else {}
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients for the length of a `with`; modes and random state are restored on any exit.

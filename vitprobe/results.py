@@ -114,6 +114,7 @@ def _without_folders(argument: str) -> str:
     return re.sub(r"(^|[=:,])[/~][^,]*/(?=[^,/])", r"\1", argument)
 
 
+@functools.cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -172,7 +173,7 @@ def to_json(value: Any) -> str:
     Returns:
         The text, on one line.
     """
-    return json.dumps(_plain(value, _named), sort_keys=True)
+    return json.dumps(_plain(value, name_of), sort_keys=True)
 
 
 def config_hash(config: Any) -> str:
@@ -255,17 +256,18 @@ def _plain(value: Any, name: Callable[[Any], str]) -> Any:
 _TORCH_NAMES = {("torch", "dtype"), ("torch", "device"), ("torch", "memory_format")}
 
 
+def name_of(value: Any) -> str:
+    """The `module.qualname` of a function or class, as a configuration has it."""
+    return _qualname(value if hasattr(value, "__qualname__") else type(value))
+
+
 def _qualname(value: Any) -> str:
     module = getattr(value, "__module__", None)
     return f"{module}.{value.__qualname__}" if module else value.__qualname__
 
 
-def _named(value: Any) -> str:
-    return _qualname(value if hasattr(value, "__qualname__") else type(value))
-
-
 def _importable(value: Any) -> str:
-    text = _named(value)
+    text = name_of(value)
     owner = getattr(value, "__self__", None)  # of a bound method; of a built-in function, its module or class
     bound = not (owner is None or isinstance(owner, type | types.ModuleType))
     if "<" in text or bound or not hasattr(value, "__qualname__"):

@@ -5,6 +5,8 @@ Claim      E14: attention lowers the relative log amplitude at the highest frequ
 Command    vitprobe run park_kim/fourier                     digits, 15 small networks
            vitprobe run park_kim/fourier --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/fourier --scale paper --device cuda
+Expected   accuracy after training by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 67.8 % AlterNet,
+           60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT.
 Rule       Set before the cpu scale was measured. Of each seed the median step over the units of a kind; supported if
            the 95 % t interval over seeds lies wholly on the claimed side of zero for attention and MLPs of the ViT
            and for the convolutions of the ResNet, contradicted if one lies wholly on the other side. A network that

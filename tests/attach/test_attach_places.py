@@ -78,8 +78,12 @@ def coordinates(rows, columns, batch=2):
 def positions_of(site):
     if site.positions is not None:
         return site.positions
-    inside = np.stack(np.meshgrid(*map(np.arange, site.grid), indexing="ij"), -1).reshape(1, -1, 2).astype(float)
-    return np.broadcast_to(inside, (site.windows, *inside.shape[1:]))
+    inside = np.stack(np.meshgrid(*map(np.arange, site.grid), indexing="ij"), -1).reshape(-1, 2).astype(float)
+    inside = np.concatenate([
+        np.full((site.prefix, 2), np.nan),
+        inside,
+    ])  # padding that comes first is as good as prefix
+    return np.broadcast_to(inside, (site.windows, *inside.shape))
 
 
 @settings(deadline=None, max_examples=60)
@@ -105,7 +109,7 @@ def test_windows_of_any_kind_are_where_their_tokens_say(rows, columns, window, d
     assert site.windows == len(truth)
     found = positions_of(site)
     if site.positions is None:  # counted from each window's first token, around the edge of a rolled grid
-        truth = (truth - truth[:, :1]) % (rows, columns)
+        truth = (truth - truth[:, site.prefix : site.prefix + 1]) % (rows, columns)
     np.testing.assert_array_equal(found, truth)
 
 

@@ -109,7 +109,8 @@ def _stochastic(x: Tensor, axis: int, *, sink: bool = False) -> bool:
     if not x.is_floating_point() or x.shape[axis] < 2:
         return False
     # Half precision sums a few hundred rounded weights.
-    tolerance = 2e-2 if x.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    halves = (torch.float16, torch.bfloat16)
+    tolerance = 2e-2 if x.dtype in halves or torch.is_autocast_enabled(x.device.type) else 1e-4
     x = x.detach().float()
     beyond = x.sum(axis) - 1
     return bool((x >= 0).all()) and bool(((beyond if sink else beyond.abs()) <= tolerance).all())

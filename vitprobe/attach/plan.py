@@ -23,6 +23,7 @@ class Plan:
     skipped: tuple[str, ...]
     image: tuple[int, int]
     embedding: Embedding | None = None
+    attends: bool = True  # whether activations multiply each other anywhere
 
 
 def plan(
@@ -65,6 +66,7 @@ def plan(
         skipped=(*left_out, *skipped),
         image=image,
         embedding=find_embedding(reading, units),
+        attends=bool(sites or skipped) or any(node.op in ("attention", "kernel") for node in tracer.trace.nodes),
     )
 
 

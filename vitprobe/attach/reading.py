@@ -63,4 +63,4 @@ class Reading:
 
     def mixes(self, nodes: Iterable[int]) -> bool:
         """Whether one of the nodes mixes channels or positions."""
-        return any(self.trace.nodes[n].op in ("attention", "conv", "linear") for n in nodes)
+        return any(self.trace.nodes[n].op in ("attention", "kernel", "conv", "linear") for n in nodes)

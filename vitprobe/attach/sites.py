@@ -79,7 +79,8 @@ class _Finder:
                 )
             )
         for found in units:
-            if found.unit.kind == "msa" and all(self.trace.nodes[n].source is None for n in found.nodes):
+            products = [node for node in map(self.trace.nodes.__getitem__, found.nodes) if node.op == "attention"]
+            if found.unit.kind == "msa" and products and all(node.source is None for node in products):
                 self.skipped.append(f"{found.unit.name}: activations multiply each other, but no map's rows sum to one")
         self.skipped += [
             f"{name}: no attention map was seen in it (a kernel that bypasses PyTorch?)" for name in self._unseen()
@@ -87,14 +88,14 @@ class _Finder:
         return sites
 
     def _unseen(self) -> list[str]:
-        """Modules that by their name are attention, and have layers of tokens, but showed no product of activations."""
+        """Modules that by their name are attention, and have layers of tokens, but multiply no activations."""
         named = {call.name for call in self.trace.modules if _ATTENTION.fullmatch(call.name.rpartition(".")[2])}
         inside: dict[str, set[str]] = {name: set() for name in named}
         for index, node in enumerate(self.trace.nodes):
             for name in named:
-                if f"{node.module}.".startswith(f"{name}.") and (node.source or self.reading.is_map(index)):
-                    inside[name].add("map" if node.source else node.op)
-        return sorted(name for name, ops in inside.items() if "linear" in ops and "map" not in ops)
+                if f"{node.module}.".startswith(f"{name}.") and (node.op == "attention" or self.reading.is_map(index)):
+                    inside[name].add(node.op)
+        return sorted(name for name, ops in inside.items() if "linear" in ops and "attention" not in ops)
 
     def _traced_place(self, node: Node) -> _Place | str | None:
         """What `_place` says, from where keys and queries lie; `None` if that was lost, or is no grid."""

@@ -24,7 +24,7 @@ from vitprobe.attach.maps import MapSource, recognise
 from vitprobe.attach.places import Places
 from vitprobe.calling import replace_tensor, tensors_of
 
-Op = Literal["add", "attention", "conv", "linear", "pool", "other"]
+Op = Literal["add", "attention", "kernel", "conv", "linear", "pool", "other"]
 
 ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, operator.add}
 CONV = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d}
@@ -384,5 +384,5 @@ class Tracer(Clock):
         if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             # No public function: a kernel of one's own, which mixes activations that it takes together.
             mixed = {node for tensor in tensors_of([*args, kwargs]) if (node := self.node_of(tensor)) is not None}
-            return "attention" if len(mixed) > 1 else "other"
+            return "kernel" if len(mixed) > 1 else "other"
         return "other"

@@ -82,11 +82,13 @@ def unseen_streams(reading: Reading, units: Sequence[Found]) -> list[str]:
         if not any(reading.is_map(n) for n in reading.trace.stream() if n):
             return ["no activation that the logits follow from has more than one position"]
         return []
-    covered = set().union(*(found.nodes for found in units))
     told = []
-    stem = sum(nodes[n].op == "attention" for n in units[0].nodes) if units[0].unit.kind == "stem" else 0
-    if stem > 1:
-        told.append(f"{units[0].unit.name}: the stem holds {stem} attentions, whose streams run side by side")
+    for found in units:
+        if (count := sum(nodes[n].op == "attention" and nodes[n].source is not None for n in found.nodes)) > 1:
+            told.append(
+                f"{found.unit.name}: one unit with {count} attentions, since something leads around all of them"
+            )
+    covered = set().union(*(found.nodes for found in units))
     last = max(covered)
     outside = [n for n in range(last + 1, len(nodes)) if nodes[n].op in ("attention", "conv") and reading.is_map(n)]
     if len(outside) > 1:
@@ -141,7 +143,7 @@ class _Finder:
             # What is pooled after it may look like tokens by its shape alone.
             grid = units[-1].unit.layout.grid
             known = [n for n in stream if n > last and (nodes[n].places is not None or self.reading.grid(n) == grid)]
-            units += self._chain(last, [n for n in known if self.reading.is_map(n)])
+            units += self._tail(last, [n for n in known if self.reading.is_map(n)])
         return units
 
     def chain_units(self) -> list[Found]:
@@ -161,9 +163,31 @@ class _Finder:
                 start = end
         return units
 
+    def _tail(self, start: int, stream: list[int]) -> list[Found]:
+        """Steps without skip connections behind the last one: a change of grid, attention, or what is between."""
+        pairs = list(pairwise([start, *stream]))
+        attends = [
+            any(self.trace.nodes[n].op in ("attention", "kernel") for n in self.trace.between(before, after))
+            for before, after in pairs
+        ]
+        ends = [
+            before
+            for (before, after), here, last in zip(pairs, attends, [False, *attends], strict=False)
+            if here or last or self.reading.grid(before) != self.reading.grid(after)
+        ]
+        units: list[Found] = []
+        for end in [*ends, *stream[-1:]]:
+            if end > start and not self._only_prefix(start, end):
+                units += self._transition(start, end)
+                start = end
+        return units
+
     def _only_prefix(self, start: int, end: int) -> bool:
         """Whether the patches at `end` are those at `start`, put together with other prefix tokens."""
-        if not start or self.trace.nodes[end].event.function not in ("cat", "concat"):
+        nodes = self.trace.nodes
+        while len(nodes[end].parents) == 1 and nodes[end].op == "other" and end > start:
+            end = nodes[end].parents[0]
+        if not start or nodes[end].event.function not in ("cat", "concat"):
             return False
         return any(
             self.reading.grid(parent) == self.reading.grid(end)
@@ -190,7 +214,7 @@ class _Finder:
         if grid is not None and self.reading.grid(end) != grid:
             return "subsample"
         ops = {self.trace.nodes[n].op for n in between}
-        if "attention" in ops:
+        if ops & {"attention", "kernel"}:
             return "msa"
         return "conv" if ops & {"conv", "pool"} else "mlp"
 

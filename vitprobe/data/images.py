@@ -156,6 +156,7 @@ class ImageData:
             seed=seed,
             augment=augment,
             drop_last=drop_last,
+            name=split,
         )
 
 
@@ -176,8 +177,10 @@ class Loader:
         seed: the seed of order and augmentation; `None` hands the images out in the split's order.
         augment: the name of an `augmentation`; all but `"none"` need a seed.
         drop_last: leave out a last batch that is not full.
+        name: of the split.
 
     Attributes:
+        description: split, augmentation and batch size, for the datasets of what is measured on the batches.
         epoch: which epoch's order and augmentation the next pass has; set it before each pass.
         batch_size: images per batch.
         dataset_size: images in the split.
@@ -199,6 +202,7 @@ class Loader:
         seed: int | None = None,
         augment: str = "none",
         drop_last: bool = False,
+        name: str = "",
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; at least 1 is wanted")
@@ -210,6 +214,9 @@ class Loader:
         self._augment = augmentation(augment)
         if augment != "none" and seed is None:
             raise ValueError(f"augment={augment!r} draws random numbers: give a seed, e.g. seed=0")
+        self.description: dict[str, str | int | float] = {"augment": augment, "batch_size": batch_size}
+        if name:
+            self.description["split"] = name
         self.epoch = 0
         self.batch_size = batch_size
         self.dataset_size = len(split)

@@ -1,6 +1,7 @@
 """Eigenvalues and spectral density of the loss's Hessian (Park & Kim 2022, Fig. 4; Ghorbani et al. 2019)."""
 
 import itertools
+import textwrap
 
 import numpy as np
 import xarray as xr
@@ -11,6 +12,16 @@ from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, PALETTE, attribute, pr
 from vitprobe.results import stack_runs
 
 POINTS = 1000  # abscissae of a smoothed density
+_PROTOCOL = {
+    "loss": "{}",
+    "weight_decay": "weight decay {}",
+    "split": "{} images",
+    "augment": "augmentation {}",
+    "label_smoothing": "label smoothing {}",
+    "mixup": "mixup {}",
+    "cutmix": "cutmix {}",
+    "batch_size": "batches of {}",
+}
 FEW = 8  # Hessians that are still told apart by rank
 
 
@@ -41,6 +52,7 @@ def _by_rank(ds: xr.Dataset) -> Figure:
     ax.axhline(0, color=GREY, linewidth=0.6)
     ax.set(xlabel=f"rank ({ds.attrs['which']})", ylabel="eigenvalue [nats]", xticks=ds["rank"].values + 1)
     ax.set_title(f"{count} Hessian{'s' * (count > 1)}, bars: residuals")
+    figure.supxlabel(textwrap.fill(_protocol(ds), 60), fontsize=6.5, color=GREY)
     return figure
 
 
@@ -69,7 +81,7 @@ def _spectra(ds: xr.Dataset) -> Figure:
             ax.set_xlim(right=0)
         else:
             ax.set_xlim(left=0)
-    figure.legend(handles=handles, loc="outside lower center", ncols=1)
+    figure.legend(handles=handles, loc="outside lower center", title=_protocol(ds), title_fontsize=6.5)
     ranks = ds.sizes["rank"]
     figure.suptitle(
         f"{ranks} eigenvalue{'s' * (ranks > 1)} ({ds.attrs['which']}) of each batch; areas are shares", size=8
@@ -92,6 +104,17 @@ def _proportions(runs: xr.Dataset, name: str) -> str:
             text += f" [{low:.{digits}g}, {high:.{digits}g}]"
         said.append(text + unit)
     return ",  ".join(said) or "eigenvalues"
+
+
+def _protocol(ds: xr.Dataset) -> str:
+    """What the loss was over, since flatness depends on it: loss, decay, split, augmentation, batch size."""
+    said = []
+    for name, words in _PROTOCOL.items():
+        # An attribute of all runs, or a coordinate where they differ.
+        found = ds[name].values if name in ds.coords else ds.attrs.get(name, ())
+        values = dict.fromkeys(str(value).removeprefix("torch.nn.functional.") for value in np.ravel(found))
+        said += [words.format(" or ".join(values))] if values else []
+    return ", ".join(said)
 
 
 def hessian_density(ds: xr.Dataset) -> Figure:
@@ -119,6 +142,10 @@ def hessian_density(ds: xr.Dataset) -> Figure:
         ax.set(yscale="log", ylim=(floor, 3 * density.max()), xlabel="eigenvalue [nats]", ylabel="density [1/nats]")
         ax.set_title(f"trace {ds.attrs['trace_mean']:.4g} ± {ds.attrs['trace_se']:.3g} (s.e.)")
         figure.supxlabel(
-            f"Thin lines: {len(density)} random vectors. Smoothed by {width:.2g}.", fontsize=6.5, color=GREY
+            textwrap.fill(
+                f"Thin lines: {len(density)} random vectors. Smoothed by {width:.2g}. {_protocol(ds)}".strip(), 60
+            ),
+            fontsize=6.5,
+            color=GREY,
         )
     return figure

@@ -18,6 +18,7 @@ from vitprobe.calling import (
     as_batches,
     default_forward,
     described,
+    described_batches,
     images_of,
     logits_of,
     targets_of,
@@ -310,11 +311,12 @@ def _run(
             images += size
     if found is None:
         raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
+    said = described_batches(batches)
     device = next((str(p.device) for p in bare.parameters()), "cpu")
     datasets: dict[str, xr.Dataset] = {}
     for one in probes:
         try:
-            datasets[one.name] = _dataset(one, found, bare, images, device)
+            datasets[one.name] = _dataset(one, found, bare, images, device, said)
         except ValueError as error:  # what only the whole measurement shows: no unit has a diagonal frequency, say
             if missing == "raise":
                 raise
@@ -340,6 +342,8 @@ def _reason_against(one: FeatureProbe, found: Plan, batch: Any) -> str:
         return ""
     if _places(one, found):
         return ""
+    if one.reads != "activation" and not found.attends:
+        return f"{one.name}: the model has no attention."
     what, advice = {
         "activation": ("units", 'name modules with layers=["blocks.*"] or the like'),
         "attention": (
@@ -391,7 +395,9 @@ def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe], inputs
     )
 
 
-def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, device: str) -> xr.Dataset:
+def _dataset(
+    one: FeatureProbe, found: Plan, model: nn.Module, images: int, device: str, said: dict[str, Any]
+) -> xr.Dataset:
     ds = one.dataset(places := _places(one, found))
     if one.reads != "output":
         ds = ds.assign_coords(coordinates(places))
@@ -406,6 +412,7 @@ def _dataset(one: FeatureProbe, found: Plan, model: nn.Module, images: int, devi
             device=device,
             probe=one.name,
             **described(model),
+            **said,
             images=images,
             image_height=found.image[0],
             image_width=found.image[1],

@@ -1,5 +1,6 @@
 """Spectral density and trace of the loss's Hessian, from random vectors (Ghorbani et al. 2019; Hutchinson 1989)."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,10 +11,10 @@ import xarray as xr
 from torch import nn
 from tqdm import tqdm
 
-from vitprobe.calling import described, with_weights
+from vitprobe.calling import described, described_batches, with_weights
 from vitprobe.curvature import Lanczos, Loss
 from vitprobe.probes.objective import keep, objective
-from vitprobe.results import provenance
+from vitprobe.results import name_of, provenance
 from vitprobe.seeds import derive_seed
 
 
@@ -61,14 +62,10 @@ def hessian_density(
     if samples < 1 or steps < 1:
         raise ValueError(f"samples={samples} and steps={steps}: both have to be at least 1.")
     bare = with_weights(model)
+    if dtype is not None:
+        bare = copy.deepcopy(bare).to(dtype)  # and the batches straight to it
     operator = objective(
-        bare,
-        keep(batches, bare, dtype),
-        loss=loss,
-        weight_decay=weight_decay,
-        parameters=parameters,
-        dtype=dtype,
-        forward=forward,
+        bare, keep(batches, bare), loss=loss, weight_decay=weight_decay, parameters=parameters, forward=forward
     )
     steps = min(steps, operator.size)
     nodes, weights = np.full((samples, steps), np.nan), np.zeros((samples, steps))
@@ -112,6 +109,9 @@ def hessian_density(
             device=operator.device,
             seed=seed,
             probe="hessian_density",
+            loss=name_of(loss),
+            weight_decay=weight_decay,
+            **described_batches(batches),
             trace_mean=float(trace.mean()),
             trace_se=error,
             **described(bare) | {"parameters": operator.size},

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from vitprobe.calling import described, images_of, targets_of, with_weights
+from vitprobe.calling import described, described_batches, images_of, targets_of, with_weights
 from vitprobe.curvature import (
     Decay,
     Eigenpairs,
@@ -35,7 +35,7 @@ from vitprobe.intervals import bootstrap_interval
 from vitprobe.names import unknown
 from vitprobe.probes.growing import Growing, fingerprint
 from vitprobe.probes.objective import drawn, objective
-from vitprobe.results import provenance
+from vitprobe.results import name_of, provenance
 from vitprobe.seeds import derive_seed
 
 Method = Literal["lanczos", "power"]
@@ -164,11 +164,12 @@ def hessian_eigenvalues(
             bare, group, loss=loss, weight_decay=weight_decay, decay=decay, parameters=parameters, forward=forward
         )
 
+    said = described_batches(batches)
     identity = {} if path is None else {"config": config, "model": fingerprint(bare)}
     rows: list[Row] = []
     total = len(batches) if isinstance(batches, Sized) and per == "batch" and not isinstance(batches, tuple) else None
     with (
-        Growing(path, identity, lambda: _dataset(rows, bare, config)) as file,
+        Growing(path, identity, lambda: _dataset(rows, bare, config, said)) as file,
         tqdm(total=total, desc="hessian", unit=per, disable=None if progress else True) as bar,
     ):
         known = [] if file.found is None else _rows(file.found)
@@ -177,7 +178,7 @@ def hessian_eigenvalues(
                 rows += _solve(build(rest), k, per, method, options, seed, len(rows))
                 bar.update(len(rows) - bar.n)
                 file.tick()
-    ds = _dataset(rows, bare, config)
+    ds = _dataset(rows, bare, config, said)
     assert ds is not None
     unsettled = ds.converged.size - int(ds.converged.sum())
     if unsettled:
@@ -300,7 +301,9 @@ class _OneBatch(nn.Module):
         return self.call(self.model, self.batch)[0]
 
 
-def _dataset(rows: Sequence[Row], model: nn.Module, config: Mapping[str, Any]) -> xr.Dataset | None:
+def _dataset(
+    rows: Sequence[Row], model: nn.Module, config: Mapping[str, Any], said: Mapping[str, Any]
+) -> xr.Dataset | None:
     if not rows:
         return None
     ranks = len(rows[0]["eigenvalue"])
@@ -324,7 +327,10 @@ def _dataset(rows: Sequence[Row], model: nn.Module, config: Mapping[str, Any]) -
             method=config["method"],
             which=config["which"],
             per=config["per"],
+            loss=name_of(config["loss"]),
+            weight_decay=config["weight_decay"],
             **described(model),
+            **said,
         ),
     )
     spectra = config["which"] == "LM" and config["per"] == "batch"

@@ -11,7 +11,7 @@ import xarray as xr
 from torch import nn
 from tqdm import tqdm
 
-from vitprobe.calling import default_forward, described, images_of, untouched, with_weights
+from vitprobe.calling import default_forward, described, described_batches, images_of, untouched, with_weights
 from vitprobe.curvature import (
     Checkpoint,
     Directions,
@@ -148,6 +148,7 @@ def loss_landscape(
         "batch_norm": batch_norm,
         "loss": "cross-entropy, mean over images",
         **described(bare),
+        **described_batches(batches),
         "images": sum(sizes),
         "batch_size": max(sizes),
     }

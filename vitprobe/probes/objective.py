@@ -1,11 +1,11 @@
 """The loss that curvature probes look at: any model, any batches, as one operator."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from vitprobe.calling import as_batches, default_forward, images_of, logits_of, targets_of, to_model
 from vitprobe.curvature import Decay, Loss, LossOperator
@@ -32,13 +32,12 @@ def drawn(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
         raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
 
 
-def keep(batches: Iterable[Any], model: nn.Module, dtype: torch.dtype | None = None) -> list[Any]:
+def keep(batches: Iterable[Any], model: nn.Module) -> list[Any]:
     """The batches, drawn once and held where the model is, so that every product sees the same data.
 
     Args:
         batches: what the user gave.
         model: the module, unwrapped.
-        dtype: precision of the images, if not the model's.
 
     Returns:
         The batches.
@@ -46,8 +45,7 @@ def keep(batches: Iterable[Any], model: nn.Module, dtype: torch.dtype | None = N
     Raises:
         ValueError: if there are none.
     """
-    kept = list(drawn(batches, model))
-    return kept if dtype is None else [_cast(batch, dtype) for batch in kept]
+    return list(drawn(batches, model))
 
 
 def objective(
@@ -88,14 +86,3 @@ def objective(
         decay=decay,
         dtype=dtype,
     )
-
-
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors in another precision."""
-    if isinstance(batch, Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return {key: _cast(value, dtype) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [_cast(value, dtype) for value in batch]
-    return batch

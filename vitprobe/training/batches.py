@@ -57,6 +57,8 @@ class TrainingBatches:
             augment=recipe.augment,
             drop_last=True,
         )
+        mixing = {name: getattr(recipe, name) for name in ("label_smoothing", "mixup", "cutmix")}
+        self.description = self.loader.description | mixing
         self.count = min(len(self.loader), max(1, round(share * len(data.train) / batch_size)))
 
     def __len__(self) -> int:
