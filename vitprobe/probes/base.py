@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -355,20 +356,18 @@ def _reason_against(one: FeatureProbe, found: Plan, batch: Any) -> str:
             "a ConViT's GPSA is",
         ),
     }[one.reads]
-    reasons = f" Left out: {_grouped(found.skipped)}." if found.skipped else ""
+    reasons = f" Left out: {_grouped(found.skipped)}." if found.skipped and one.reads != "gated attention" else ""
     return f"{one.name}: the forward pass shows no {what}; {advice}.{reasons}"
 
 
 def _grouped(skipped: Sequence[str]) -> str:
-    """What was left out, each reason once."""
-    places: dict[str, list[str]] = {}
+    """What was left out, each kind of reason once and three of them at most."""
+    kinds: dict[str, list[str]] = {}
     for one in skipped:
-        name, _, reason = one.rpartition(": ")
-        places.setdefault(reason, []).append(name)
-    return "; ".join(
-        f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}: {reason}".removeprefix(": ")
-        for reason, names in places.items()
-    )
+        reason = one.rpartition(": ")[2]
+        kinds.setdefault(re.sub(r"\d+", "", reason), []).append(one)
+    told = [f"{ones[0]}{f' ({len(ones) - 1} more like it)' if len(ones) > 1 else ''}" for ones in kinds.values()]
+    return "; ".join(told[:3]) + (f"; and {len(told) - 3} other reasons" if len(told) > 3 else "")
 
 
 def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe], inputs: Inputs) -> Watch:
