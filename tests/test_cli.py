@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xarray as xr
 
+import vitprobe as vp
 from vitprobe.cli import list_studies, main, studies_root
 
 
@@ -43,7 +46,7 @@ def test_studies_are_those_of_the_folder():
     assert (studies_root() / "studies" / "park_kim" / "fourier.py").is_file()
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["list"], ["train"], ["probe"], ["show"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["list"], ["train"], ["probe"], ["show"], ["report"]])
 def test_help(command, capsys):
     assert call(*command, "--help") == 0
     assert "--help" in capsys.readouterr().out
@@ -57,10 +60,15 @@ def test_help(command, capsys):
         (["run", "park_kim/fourier", "--data", "cifar10", "--data-root", "nowhere", "--no-download"], "nowhere"),
         (["probe", "vit_nanno", "-o", "x.nc"], "Did you mean 'vit_nano'"),
         (["probe", "vit_nano", "-o", "x.csv"], "use -o x.nc"),
+        (["probe", "vit_nano", "-o", "x.csv"], "-o x for a folder"),
+        (["probe", "vit_nano", "--probes", "all,furier", "-o", "x"], "Did you mean 'fourier'"),
+        (["probe", "vit_nano", "--mean", "0.5;0.5", "-o", "x"], "use e.g. --mean 0.5,0.5,0.5"),
+        (["probe", "vit_nano", "--mean", "0.5,0.5", "-o", "x"], "one mean and one std above 0 for each channel"),
+        (["probe", "vit_nano", "--option", "definition=papr", "-o", "x"], "Did you mean 'paper'"),
         (["probe", "vit_nano", "--probes", "furier", "-o", "x.nc"], "Did you mean 'fourier'"),
         (["probe", "vit_nano", "--option", "k=3", "-o", "x.nc"], "takes an option 'k'"),
         (["probe", "vit_nano", "--probes", "hessian_density", "--option", "k=3", "-o", "x.nc"], "'samples'"),
-        (["probe", "resnet_nano", "--probes", "nonlocality", "-o", "x.nc"], "no attention maps"),
+        (["probe", "resnet_nano", "--probes", "nonlocality", "-o", "x.nc"], "has no attention"),
         (["probe", "no_such_module:build", "-o", "x.nc"], "no_such_module"),
         (["probe", "timm:vit_tinny_patch16_224", "-o", "x.nc"], "Did you mean"),
         (["probe", "vit_nano", "--checkpoint", "gone.pt", "-o", "x.nc"], "gone.pt"),
@@ -68,6 +76,10 @@ def test_help(command, capsys):
         (["train", "vit_nano", "--folder", "f", "--option", "patch_size"], "NAME=VALUE"),
         (["train", "vit_nano", "--folder", "f", "--option", "patch_size=3"], "use patch_size=2"),
         (["show", "gone.nc"], "gone.nc"),
+        (["report", "gone.nc", "-o", "x"], "gone.nc"),
+        (["report", ".", "-o", "x"], "no netCDF files"),
+        (["report", "-o", "x"], "nothing to report"),
+        (["report", "gone.nc", "-o", "x.html"], "-o x for a folder"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments, said, capsys):
@@ -130,7 +142,7 @@ def test_probe_a_foreign_model_at_its_own_size(tmp_path):
     arguments = ["probe", "torchvision:resnet18", "--data", "synthetic:low", "--images", "4", "--image-size", "64"]
     assert call(*arguments, "--probes", "feature_variance", "-o", "r.nc") == 0
     ds = xr.load_dataset("r.nc")
-    assert ds.attrs["image_height"] == 64
+    assert (ds.attrs["image_height"], ds.attrs["batch_size"], ds.attrs["augment"]) == (64, 64, "none")
     assert ds.attrs["model"] == "torchvision:resnet18"
 
 
@@ -138,3 +150,111 @@ def test_a_study_of_ones_own(tmp_path, capsys):
     (tmp_path / "no_study.py").write_text("x = 1\n")
     assert call("run", "no_study.py") == 2
     assert "defines no STUDY" in capsys.readouterr().err
+
+
+def test_probe_into_a_folder_with_a_page(tmp_path, capsys):
+    arguments = ["probe", "resnet_nano", "--images", "20", "--probes", "all", "-o", "out/mine"]
+    assert call(*arguments, "--option", "definition=paper") == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "out/mine/index.html"
+    assert "out/mine/fourier.nc" in lines and "out/mine/feature_variance.nc" in lines
+    (sentence,) = [line for line in lines if line.startswith("left out: nonlocality: ")]
+    assert "has no attention" in sentence
+    folder = tmp_path / "out" / "mine"
+    assert xr.load_dataset(folder / "fourier.nc").attrs["definition"] == "paper"
+    assert "definition" not in xr.load_dataset(folder / "feature_variance.nc").attrs
+    page = (folder / "index.html").read_text()
+    assert page.count("data:image/png;base64,") >= 2 and (folder / "fourier.png").is_file()
+    assert "has no attention" in page and "definition <code>paper</code>" in page
+
+    # The files say what was left out, so that a page made of them says it too.
+    assert call("report", "out/mine", "-o", "again") == 0
+    assert capsys.readouterr().out == "again/index.html\n"
+    again = (tmp_path / "again" / "index.html").read_text()
+    assert "has no attention" in again and (tmp_path / "again" / "fourier.nc").is_file()
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "fourier.nc").write_bytes((folder / "fourier.nc").read_bytes())
+    assert call("report", "out/mine", "other/fourier.nc", "-o", "x") == 2
+    assert "have one name" in capsys.readouterr().err
+
+
+def test_what_is_named_has_to_be_there_and_the_rest_is_kept(tmp_path, capsys):
+    assert call("probe", "resnet_nano", "--images", "20", "--probes", "all,nonlocality", "-o", "out") == 2
+    said = capsys.readouterr()
+    assert "out/fourier.nc" in said.out and "has no attention" in said.err
+    assert (tmp_path / "out" / "fourier.nc").is_file() and not (tmp_path / "out" / "index.html").exists()
+
+
+def test_an_interruption_leaves_what_is_done(tmp_path, monkeypatch, capsys):
+    from vitprobe import probes
+
+    def interrupted(model, batches, *, layers="auto"):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(probes.LOSS_PROBES, "hessian_density", interrupted)
+    arguments = ["--images", "20", "--probes", "feature_variance,hessian_density", "-o", "out"]
+    assert call("probe", "vit_nano", *arguments) == 130
+    assert capsys.readouterr().out == "out/feature_variance.nc\n"
+    assert call("report", "out", "-o", "out") == 0
+    assert "Variance of activations" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_every_probe_gets_its_own_options_and_what_flags_say(monkeypatch, capsys):
+    from vitprobe import probes
+
+    seen = {}
+
+    def mine(model, source, masks, *, layers="auto", prefix=None, batch_size=1, repeats=1, path=None, **others):
+        seen.update(model=model, source=source, masks=masks, layers=layers, prefix=prefix, batch_size=batch_size)
+        seen.update(repeats=repeats, path=path, others=others)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(probes.LOSS_PROBES, "mine", mine)
+    arguments = ["probe", "vit_nano", "--images", "10", "--probes", "fourier,mine", "--option", "definition=paper"]
+    arguments += ["--layers", "blocks.*", "--prefix", "0", "--batch-size", "5", "--option", "repeats=3", "-o", "x.nc"]
+    assert call(*arguments) == 2
+    assert "add --option masks=VALUE" in capsys.readouterr().err
+    arguments += ["--option", "masks=all"]
+    assert call(*arguments, "--image-size", "16") == 2
+    assert "leave out --image-size" in capsys.readouterr().err
+    assert call(*arguments, "--split", "train", "--mean", "0.25") == 130
+    del seen["model"]
+    source = seen.pop("source")
+    assert source.mean == (0.25,)
+    assert source.test.images.equal(vp.load_data("digits", train_size=10).train.images)
+    assert seen == {
+        "masks": "all", "layers": ["blocks.*"], "prefix": 0, "batch_size": 5, "repeats": 3, "path": Path("x_mine.nc"),
+        "others": {},
+    }  # fmt: skip
+    assert xr.load_dataset("x_fourier.nc").attrs["definition"] == "paper"
+
+
+def test_images_are_normalised_as_the_model_wants(tmp_path):
+    (tmp_path / "linear.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.conv = torch.nn.Conv2d(1, 2, 1, bias=False)\n"
+        "    def forward(self, x):\n"
+        "        return self.conv(x).mean((2, 3))\n"
+    )
+    common = ["probe", "linear:Net", "--layers", "conv", "--images", "20", "--probes", "feature_variance"]
+    assert call(*common, "--mean", "0", "--std", "1", "-o", "whole.nc") == 0
+    assert call(*common, "--mean", "0.5", "--std", "0.5", "-o", "half.nc") == 0
+    whole, half = xr.load_dataset("whole.nc"), xr.load_dataset("half.nc")
+    # Half the divisor is twice the numbers; a shift has no variance.
+    assert half.variance.values == pytest.approx(4 * whole.variance.values, rel=1e-5)
+    assert (half.attrs["normalisation_mean"], half.attrs["normalisation_std"]) == ("0.5", "0.5")
+
+
+def test_files_say_no_folders_of_this_machine(tmp_path):
+    for split in ("train", "test"):
+        images = np.random.default_rng(0).integers(0, 256, (8, 8, 8), dtype=np.uint8)
+        np.savez(tmp_path / f"{split}.npz", images=images, labels=np.arange(8) % 2)
+    data = f"npz:{tmp_path}/train.npz,{tmp_path}/test.npz"
+    assert call("probe", "vit_nano", "--data", data, "--probes", "feature_variance", "-o", "v.nc") == 0
+    attributes = xr.load_dataset("v.nc").attrs
+    assert attributes["data"] == "npz:train.npz,test.npz"
+    assert str(tmp_path) not in " ".join(map(str, attributes.values()))

@@ -39,6 +39,7 @@ from .probes import noise_by_frequency as noise_by_frequency
 from .probes import nonlocality as nonlocality
 from .probes import probe as probe
 from .probes import trajectory as trajectory
+from .report import write_report as write_report
 from .results import load as load
 from .results import save as save
 from .results import stack_runs as stack_runs

@@ -1,14 +1,17 @@
-"""The command line: `vitprobe run | list | train | probe | show`."""
+"""The command line: `vitprobe run | list | train | probe | show | report`."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+import xarray as xr
 from tyro.conf import OmitArgPrefixes, Positional, UseCounterAction, arg
 
 from vitprobe.names import unknown
@@ -93,12 +96,12 @@ def list_all(
         print(f"{gap}models (vitprobe train MODEL)")
         _list_models(bool(verbose))
     if "probes" in wanted:
-        from vitprobe.probes import FEATURE_PROBES, LOSS_PROBES
+        from vitprobe.probes import CHANGE_PROBES, FEATURE_PROBES, LOSS_PROBES
 
         print(f"{gap}probes (vitprobe probe MODEL --probes ...)")
         for name, probe_class in sorted(FEATURE_PROBES.items()):
             print(f"  {name:<24} {probe_class.title}")
-        for name, function in sorted(LOSS_PROBES.items()):
+        for name, function in sorted({**LOSS_PROBES, **CHANGE_PROBES}.items()):
             print(f"  {name:<24} {(function.__doc__ or '').splitlines()[0]}")
     if "data" in wanted:
         from vitprobe.data import DATA_NAMES
@@ -180,6 +183,8 @@ def probe(
     split: str = "test",
     images: int | None = None,
     image_size: int | None = None,
+    mean: str | None = None,
+    std: str | None = None,
     batch_size: int = 64,
     layers: str = "auto",
     prefix: int | None = None,
@@ -187,54 +192,66 @@ def probe(
     seed: int = 0,
     device: str | None = None,
 ) -> None:
-    """Probe a model of your own, and save one netCDF file per probe; the same command goes on after an interruption.
+    """Probe a model of your own: a folder with a page, figures and netCDF files, or netCDF files alone.
+
+    Every file is written as soon as its measurement is done. The same command goes on after an interruption.
 
     Args:
         model: module:function that returns the model (the current folder is searched), timm:NAME, torchvision:NAME,
             or a name from `vitprobe list`.
-        output: netCDF file; with several probes each gets its name added, e.g. out_fourier.nc.
+        output: a folder for index.html and a netCDF file and figure per probe; or, with .nc, a netCDF file alone, to
+            whose name that of the probe is added where there are several (out_fourier.nc).
         data: images to probe on, as in `vitprobe train`.
-        probes: names from `vitprobe list`, separated by commas, or all of those that share one pass.
+        probes: names from `vitprobe list`, separated by commas; all stands for those that share one pass, less those
+            that have nothing to measure here, e.g. all,hessian_eigenvalues.
         checkpoint: weights to load into the model.
         data_root: folder of downloaded data sets.
         download: fetch a data set that is not in its folder.
         split: train or test.
         images: use this many images, balanced over the classes.
         image_size: resize the images to this many pixels a side.
+        mean: what the model wants taken off each channel of pixels in 0..1, e.g. 0.485,0.456,0.406; the data set's own
+            unless given.
+        std: what it wants them divided by then, e.g. 0.229,0.224,0.225; the data set's own unless given.
         batch_size: images in a pass.
         layers: auto finds the residual units; glob patterns of module paths, separated by commas, take their outputs.
         prefix: number of class and register tokens, where the inference is wrong.
-        option: an argument of hessian_eigenvalues, hessian_density or loss_landscape, e.g. --option k=10; may be
-            repeated.
+        option: an argument of the probes, e.g. --option definition=paper or --option k=10, for each of them that
+            takes it; may be repeated.
         seed: of the weights, where no checkpoint is given.
         device: cpu, cuda or cuda:1; the GPU if there is one unless given.
     """
     import torch
 
     from vitprobe.data import load_data
-    from vitprobe.probes import FEATURE_PROBES, LOSS_PROBES
+    from vitprobe.probes import CHANGE_PROBES, FEATURE_PROBES, LOSS_PROBES
     from vitprobe.probes import probe as run_probes
     from vitprobe.results import save
     from vitprobe.training import load_weights
 
-    names = sorted(FEATURE_PROBES) if probes == "all" else [name.strip() for name in probes.split(",")]
-    for name in names:
-        if name not in {**FEATURE_PROBES, **LOSS_PROBES}:
-            raise unknown("probe", name, [*FEATURE_PROBES, *LOSS_PROBES, "all"])
-    options = _options(option)
-    takes = {name: inspect.signature(LOSS_PROBES[name]).parameters for name in names if name in LOSS_PROBES}
-    for given in options:
-        if not any(given in parameters for parameters in takes.values()):
-            known = sorted({parameter for parameters in takes.values() for parameter in parameters})
-            raise ValueError(
-                f"none of the probes {', '.join(names)} takes an option {given!r}; known: {known or 'none'}."
-            )
-    if output.suffix != ".nc":
-        raise ValueError(f"the output is a netCDF file: use -o {output.with_suffix('.nc')}.")
+    functions = {**LOSS_PROBES, **CHANGE_PROBES}
+    known: dict[str, Callable[..., Any]] = {**FEATURE_PROBES, **functions}
+    named = [name.strip() for name in probes.split(",")]
+    for name in named:
+        if name not in (*known, "all"):
+            raise unknown("probe", name, (*known, "all"))
+    names = list(dict.fromkeys(one for name in named for one in (FEATURE_PROBES if name == "all" else [name])))
+    sharing = [name for name in names if name in FEATURE_PROBES]
+    given = _options_by_probe(_options(option), {name: known[name] for name in names})
+    measurements = [FEATURE_PROBES[name](**given[name]) for name in sharing]
+    paths = _output_paths(output, names)
+    own_images = [name for name in names if "source" in inspect.signature(known[name]).parameters]
+    if own_images and image_size is not None:
+        raise ValueError(f"{own_images[0]} makes images of its own, of the data's size: leave out --image-size.")
     if split not in ("train", "test"):
         raise ValueError(f"split is train or test, not {split!r}.")
     size = {"train": None, "test": None} | {split: images}
     image_data = load_data(data, root=data_root, download=download, train_size=size["train"], test_size=size["test"])
+    image_data = dataclasses.replace(
+        image_data,
+        mean=image_data.mean if mean is None else _numbers("mean", mean),
+        std=image_data.std if std is None else _numbers("std", std),
+    )
     network = _build(model, image_size or image_data.image_size, image_data.channels, image_data.num_classes, seed)
     if checkpoint is not None:
         load_weights(network, checkpoint)
@@ -242,23 +259,106 @@ def probe(
     batches: Any = image_data.loader(split, batch_size=batch_size)
     if image_size is not None:
         batches = _Resized(batches, image_size)
-    said = {"model": model, "data": data.partition(":")[0], "split": split}
-    paths = {name: output if len(names) == 1 else output.with_name(f"{output.stem}_{name}.nc") for name in names}
-    if sharing := [name for name in names if name in FEATURE_PROBES]:
-        tree = run_probes(
-            network,
-            batches,
-            [FEATURE_PROBES[name]() for name in sharing],
-            layers=layers if layers == "auto" else [pattern.strip() for pattern in layers.split(",")],
-            prefix=prefix,
+    said: dict[str, Any] = {
+        "model": model,
+        "data": _without_folders(data),
+        "split": split,
+        "normalisation_mean": ", ".join(f"{value:.4g}" for value in image_data.mean),
+        "normalisation_std": ", ".join(f"{value:.4g}" for value in image_data.std),
+        **({} if checkpoint is None else {"checkpoint": checkpoint.name}),
+    }
+    where: dict[str, Any] = {
+        "layers": layers if layers == "auto" else [pattern.strip() for pattern in layers.split(",")],
+        "prefix": prefix,
+    }
+    # What makes images of its own does so of the data set's test images, before they are normalised.
+    source = image_data if split == "test" else dataclasses.replace(image_data, test=image_data.train)
+    done: dict[str, xr.Dataset] = {}
+
+    def keep(name: str, ds: xr.Dataset) -> None:
+        done[name] = ds.assign_attrs(said)
+        print(save(done[name], paths[name]))
+
+    left_out: dict[str, str] = {}
+    if sharing:
+        tree = run_probes(network, batches, measurements, missing="skip" if "all" in named else "raise", **where)
+        left_out = json.loads(tree.attrs.get("left_out", "{}"))
+        note = {"left_out": tree.attrs["left_out"]} if left_out else {}
+        for name, child in tree.children.items():
+            keep(name, child.to_dataset().assign_attrs(note))
+        for reason in left_out.values():
+            print(f"left out: {reason}")
+        if wanted := [name for name in named if name in left_out]:
+            raise ValueError(left_out[wanted[0]])
+    for name in (name for name in names if name in functions):
+        takes = inspect.signature(functions[name]).parameters
+        flags = {"path": paths[name], "batch_size": batch_size, **where}
+        fitting = {key: value for key, value in flags.items() if key in takes}
+        inputs = source if "source" in takes else batches
+        keep(name, functions[name](network, inputs, **(fitting | given[name])))
+    if output.suffix != ".nc":
+        from vitprobe.report import write_report
+
+        print(write_report(done, output, left_out=left_out))
+
+
+def _options_by_probe(
+    options: Mapping[str, Any], probes: Mapping[str, Callable[..., Any]]
+) -> dict[str, dict[str, Any]]:
+    """The options of each probe: a class takes them to be made, a function to be called."""
+    # What flags say, or nobody can type.
+    elsewhere = {"model", "batches", "source", "batch_size", "layers", "prefix", "path", "forward", "progress"}
+    typed = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    takes = {
+        name: {
+            key: one.default
+            for key, one in inspect.signature(probe).parameters.items()
+            if one.kind in typed and key not in elsewhere
+        }
+        for name, probe in probes.items()
+    }
+    for given in options:
+        if not any(given in keys for keys in takes.values()):
+            known = sorted({key for keys in takes.values() for key in keys})
+            raise ValueError(
+                f"none of the probes {', '.join(probes)} takes an option {given!r}; known: {known or 'none'}."
+            )
+    for name, keys in takes.items():
+        if wanted := [
+            key for key, default in keys.items() if default is inspect.Parameter.empty and key not in options
+        ]:
+            raise ValueError(f"{name} needs to be told {wanted[0]}: add --option {wanted[0]}=VALUE.")
+    return {name: {key: value for key, value in options.items() if key in keys} for name, keys in takes.items()}
+
+
+def _output_paths(output: Path, names: Sequence[str]) -> dict[str, Path]:
+    """The netCDF file of every probe."""
+    if output.suffix == ".nc":
+        return {name: output if len(names) == 1 else output.with_name(f"{output.stem}_{name}.nc") for name in names}
+    _check_folder(output)
+    return {name: output / f"{name}.nc" for name in names}
+
+
+def _check_folder(output: Path) -> None:
+    """That an output that is no netCDF file is meant as a folder, and can be one."""
+    if output.is_file() or (output.suffix and not output.is_dir()):
+        raise ValueError(
+            f"{output} is no place for results: use -o {output.with_suffix('.nc')} for netCDF files alone, or "
+            f"-o {output.with_suffix('')} for a folder with a page."
         )
-        for name in sharing:
-            print(save(tree[name].to_dataset().assign_attrs(said), paths[name]))
-    for name, parameters in takes.items():
-        arguments = {given: value for given, value in options.items() if given in parameters}
-        if "path" in parameters:
-            arguments["path"] = paths[name]
-        print(save(LOSS_PROBES[name](network, batches, **arguments).assign_attrs(said), paths[name]))
+
+
+def _without_folders(data: str) -> str:
+    """A data set as it was asked for, less the folders of its files, which are of one machine only."""
+    kind, colon, argument = data.partition(":")
+    return kind + colon + ",".join(Path(part).name for part in argument.split(","))
+
+
+def _numbers(what: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--{what} {text!r} is not a number per channel: use e.g. --{what} 0.5,0.5,0.5.") from None
 
 
 def show(
@@ -277,12 +377,42 @@ def show(
     print(save_figure(draw(load(file)), output or file.with_suffix(".png")))
 
 
+def report(
+    files: Annotated[Positional[list[Path]], arg(metavar="FILES")],
+    output: Annotated[Path, arg(aliases=["-o"])],
+) -> None:
+    """Make a page of netCDF files of vitprobe: figures, values and provenance in one index.html.
+
+    Args:
+        files: what studies and probes saved, or folders of it.
+        output: a folder for index.html, the figures, and those of the netCDF files that are elsewhere.
+    """
+    from vitprobe.report import write_report
+    from vitprobe.results import load
+
+    _check_folder(output)
+    if not files:
+        raise ValueError("there is nothing to report: give netCDF files, or folders of them.")
+    found: dict[str, Path] = {}
+    for given in files:
+        parts = sorted(given.glob("*.nc")) if given.is_dir() else [given]
+        if not parts:
+            raise FileNotFoundError(f"no netCDF files (*.nc) in {given}.")
+        for file in parts:
+            if found.setdefault(file.stem, file) != file:
+                raise ValueError(
+                    f"{found[file.stem]} and {file} have one name, and a page has one of each: rename one."
+                )
+    print(write_report({name: load(file) for name, file in found.items()}, output))
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run,
     "list": list_all,
     "train": train,
     "probe": probe,
     "show": show,
+    "report": report,
 }
 
 
@@ -360,6 +490,7 @@ class _Resized:
     def __init__(self, loader: Any, size: int) -> None:
         self.loader = loader
         self.size = size
+        self.description = loader.description
 
     def __len__(self) -> int:
         return len(self.loader)
