@@ -20,6 +20,7 @@ from .probes import FeatureVariance as FeatureVariance
 from .probes import Fourier as Fourier
 from .probes import FourierSpectrum as FourierSpectrum
 from .probes import Nonlocality as Nonlocality
+from .probes import SpatialOperators as SpatialOperators
 from .probes import attention_entropy as attention_entropy
 from .probes import attention_gates as attention_gates
 from .probes import attention_maps as attention_maps
@@ -28,6 +29,7 @@ from .probes import calibration as calibration
 from .probes import cka as cka
 from .probes import corruption_robustness as corruption_robustness
 from .probes import feature_variance as feature_variance
+from .probes import filter_statistics as filter_statistics
 from .probes import fourier as fourier
 from .probes import fourier_spectrum as fourier_spectrum
 from .probes import hessian_density as hessian_density
@@ -38,6 +40,7 @@ from .probes import masking as masking
 from .probes import noise_by_frequency as noise_by_frequency
 from .probes import nonlocality as nonlocality
 from .probes import probe as probe
+from .probes import spatial_operators as spatial_operators
 from .probes import trajectory as trajectory
 from .report import write_report as write_report
 from .results import load as load

@@ -172,22 +172,28 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     )
 
 
-class Called(nn.Module):
-    """A model whose forward is a call of one's own, so that `functional_call` reaches whatever that call does.
+@contextmanager
+def lent(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Other tensors in the place of a model's own for the length of a `with`; nothing is written to.
+
+    By the identity of what is replaced and module by module, each once: `torch.func.functional_call` would leave
+    tensors behind in a module that is registered twice, and tied ones need no naming here.
 
     Args:
-        model: the module; its parameters are named `model.NAME` here.
-        call: what is called, with the model and a batch.
+        model: the module.
+        tensors: by the names of parameters and buffers.
     """
-
-    def __init__(self, model: nn.Module, call: Forward) -> None:
-        super().__init__()
-        self.model = model
-        self.call = call
-
-    def forward(self, batch: Any) -> Any:
-        """What the call returns."""
-        return self.call(self.model, batch)
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    others = {id(own[name]): tensor for name, tensor in tensors.items()}
+    stores: list[dict[str, Any]] = [store for m in model.modules() for store in (m._parameters, m._buffers)]
+    places = [(store, name, value) for store in stores for name, value in store.items() if id(value) in others]
+    try:
+        for store, name, value in places:
+            store[name] = others[id(value)]
+        yield
+    finally:
+        for store, name, value in places:
+            store[name] = value
 
 
 def as_batches(batches: Iterable[Any]) -> Iterable[Any]:

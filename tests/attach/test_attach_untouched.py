@@ -12,6 +12,7 @@ from vitprobe.attach import Watch, plan
 from vitprobe.attach.trace import names_of
 from vitprobe.calling import default_forward, first_images, images_of, logits_of, to_model, untouched, unwrap
 from vitprobe.models import create_model
+from vitprobe.probes import hessian_eigenvalues, loss_landscape
 
 GLOBAL_HOOKS = [name for name in vars(torch.nn.modules.module) if name.startswith("_global_")]
 HOOKS = [name for name in vars(nn.Linear(1, 1)) if "hook" in name]
@@ -343,3 +344,20 @@ def test_watched_output_is_bit_identical():
         with torch.no_grad():
             plain = copy.deepcopy(model).eval()(x)
         assert torch.equal(watch_all(model, x), plain)
+
+
+def test_a_module_that_is_registered_twice_gets_its_own_tensors_back():
+    """All blocks of Model I share one position code: stacked cells and batches replace it, and leave nothing behind."""
+    model = create_model("model_1_nano", image_size=8, position="learned", seed=0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    batches = [(x[:2], torch.tensor([0, 1])), (x[2:], torch.tensor([2, 3]))]
+    measured = []
+    for stack in (1, 2):
+        surface = loss_landscape(model, batches, points=3, pairs=1, stack=stack, progress=False)
+        spectrum = hessian_eigenvalues(model, batches, k=2, stack=stack, progress=False)
+        measured.append((surface.nll.values, spectrum.eigenvalue.values))
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+    for one, other in zip(*measured, strict=True):
+        torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(other), rtol=1e-3, atol=1e-4)

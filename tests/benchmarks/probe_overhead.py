@@ -1,90 +1,633 @@
-"""What probing costs, side by side in one run: time and memory of all feature probes over the bare forward pass.
+"""What probing costs, side by side in one run: over the bare forward pass, and over other ways to the same numbers.
 
-    python tests/benchmarks/probe_overhead.py [--rounds 5] [--threads 2] [--device cpu]
+    python tests/benchmarks/probe_overhead.py [--case vit vit_ti convit vit_b] [--only probes memory ...]
+    python tests/benchmarks/probe_overhead.py --threads 1 --write results/benchmarks/probe_overhead_cpu
 
-Prints, for a CIFAR ViT and a ViT-Ti at 224 pixels with batches of 64: the time of all feature probes together over
-the bare pass in the same round (median and range of the ratios), the peak memory of a process that probes over one
-that does not, and the half-diagonal spectrum against the full two-dimensional transform.
+For a CIFAR ViT, a ViT-Ti at 224 pixels and a CIFAR ConViT, whose attention has gates (and for a ViT-B at 224 pixels, if
+asked for), untrained, in float32, on images of noise with labels:
+
+- probes: the time of each feature probe alone and of all together over the bare pass.
+- memory: the peak of a process that probes over that of one that does not.
+- notebooks: spectra and variances as the papers' notebooks take them: every block's activation of all images is
+  stored, then there are a full transform, a logarithm and a diagonal. The numbers must be equal to 1e-4.
+- extraction: handing over each block's activation and doing nothing with it, by vitprobe, by timm's feature extraction
+  and by torchvision's. The activations must be equal.
+- plan: what is done once per model, over a bare pass of two images.
+- transform: the half-diagonal of spectra over the full two-dimensional transform, by size of the maps.
+
+Every action is timed right after a bare pass of its own; ratios are of these pairs: median (least to most). A pass over
+few images pays for the plan as well. So there is a second ratio, of what each further image costs, from both times less
+those of four images, fewer than which some probes do not take. On a machine that other work shares, --clock cpu counts
+what this process has used.
 """
 
 import argparse
+import copy
+import datetime
+import gc
+import importlib.metadata
 import json
+import math
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+import timm
 import torch
+import xarray as xr
+from timm.models._features import FeatureGetterNet
+from torch import Tensor, nn
+from torchvision.models.feature_extraction import create_feature_extractor
 
-CASES = {
-    "ViT 192x6, patch 4, 32 px": ("vitprobe", {"image_size": 32, "patch_size": 4, "dim": 192, "depth": 6}, 32, 8),
-    "timm ViT-Ti/16, 224 px": ("timm", {"model_name": "vit_tiny_patch16_224"}, 224, 2),
-}
+from vitprobe.attach import plan
+from vitprobe.calling import untouched
+from vitprobe.models import create_model
+from vitprobe.probes import FEATURE_PROBES, FeatureProbe, FeatureVariance, Fourier, probe
+from vitprobe.probes.fourier import half_diagonal
+
+PACKAGES = ("vitprobe", "torch", "torchvision", "timm", "numpy", "xarray")
+BARE, ALL, BLOCKS = "the bare pass", "all feature probes", "blocks.*"
+FIRST_THREE: tuple[str, ...] = ("fourier", "feature_variance", "nonlocality")
+GOAL = {FIRST_THREE: "at most 1.3"}  # set for all probes there were at the time; none for all of now
+MEMORY_GOAL = {("vit_b", ALL): "under 2048"}
+TOLERANCE = 1e-4
+Reads = Literal["activation", "attention", "gated attention"]
 MAPS = [(56, 64, 96), (28, 64, 192), (14, 64, 192), (8, 64, 192), (7, 64, 768)]  # side, images, channels
 
 
-def build(case: str, device: str):
-    source, options, size, count = CASES[case]
-    torch.manual_seed(0)
-    if source == "timm":
-        import timm
+@dataclass(frozen=True)
+class Case:
+    """A network and the images that it is shown.
 
-        model = timm.create_model(**options)
-    else:
-        from vitprobe.models import create_model
+    Attributes:
+        text: what it is.
+        side: of the images [pixels].
+        size: images in a batch.
+        count: batches.
+        options: of vitprobe's `create_model`, or of timm's.
+        norms: names of the layers whose inputs are the stream, two in each of `blocks` and one after the last; none
+            where blocks have no such layers.
+        timm: whether the network is timm's.
+    """
 
-        model = create_model("vit", **options)
-    batches = [torch.randn(64, 3, size, size, device=device) for _ in range(count)]
-    return model.eval().to(device), batches
+    text: str
+    side: int
+    size: int
+    count: int
+    options: dict[str, Any]
+    norms: tuple[str, ...] = ()
+    timm: bool = False
+
+    def build(self, device: str, *, times: int = 1) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+        """The network in evaluation mode, and the batches, more of them if asked for."""
+        torch.manual_seed(0)
+        model = timm.create_model(**self.options) if self.timm else create_model(**self.options)
+        shape = (self.size, 3, self.side, self.side)
+        batches = [
+            (torch.randn(shape, device=device), torch.randint(0, 10, (self.size,), device=device))
+            for _ in range(self.count * times)
+        ]
+        return model.eval().to(device), batches
 
 
-def bare(model, batches) -> None:
+OUR_NORMS, TIMM_NORMS = ("attention_norm", "mlp_norm", "norm"), ("norm1", "norm2", "norm")
+SMALL = {"image_size": 32, "patch_size": 4, "dim": 192, "depth": 6}
+CASES = {
+    "vit": Case("ViT 192x6, patch 4, 32 px", 32, 64, 8, {"name": "vit", **SMALL}, OUR_NORMS),
+    "vit_ti": Case("timm ViT-Ti/16, 224 px", 224, 64, 2, {"model_name": "vit_tiny_patch16_224"}, TIMM_NORMS, timm=True),
+    "convit": Case(
+        "ConViT 192x6 (5 gated), patch 4, 32 px", 32, 64, 8, {"name": "convit", "heads": 4, "gpsa_layers": 5, **SMALL}
+    ),
+    "vit_b": Case("timm ViT-B/16, 224 px", 224, 32, 1, {"model_name": "vit_base_patch16_224"}, TIMM_NORMS, timm=True),
+}
+
+
+class Report:
+    """What is printed, which is Markdown, and the same as numbers; both are written anew after every table."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.path = arguments.write
+        self.lines: list[str] = []
+        self.figures: dict[str, Any] = {
+            "date": datetime.date.today().isoformat(),
+            "processor": _processor(),
+            "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else arguments.device,
+            "threads": torch.get_num_threads(),
+            "rounds": arguments.rounds,
+            "clock": CLOCKS[arguments.clock][1],
+            "load at the start": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+            "python": platform.python_version(),
+            **{package: _version(package) for package in PACKAGES},
+            "cases": {},
+        }
+        self.say("# Probes: cost over the bare pass, side by side\n")
+        self.say("Made by `tests/benchmarks/probe_overhead.py`, which says what is measured and how to repeat it.\n")
+        for key, value in list(self.figures.items())[:-1]:
+            self.say(f"- {key}: {value}")
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self.lines.append(line)
+
+    def table(
+        self, case: str, part: str, figures: Any, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
+    ) -> None:
+        self.figures["cases"].setdefault(case, {})[part] = figures
+        self.say(f"\n### {title}\n")
+        for row in (head, ["---"] * len(head), *rows):
+            self.say(f"| {' | '.join(row)} |")
+        self.write()
+
+    def write(self) -> None:
+        if self.path:
+            path = Path(self.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".md").write_text("\n".join(self.lines) + "\n")
+            path.with_suffix(".json").write_text(json.dumps(self.figures, indent=1) + "\n")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def progress(what: str) -> None:
+    print(f"  {datetime.datetime.now():%H:%M:%S} {what}", file=sys.stderr, flush=True)
+
+
+def spread(values: Sequence[float], digits: str = ".2f") -> str:
+    """Median and range."""
+    median, least, most = statistics.median(values), min(values), max(values)
+    return f"{median:{digits}}" if least == most else f"{median:{digits}} ({least:{digits}} to {most:{digits}})"
+
+
+# --- time -------------------------------------------------------------------------------------------
+
+CLOCKS: dict[str, tuple[Callable[[], float], str]] = {
+    "wall": (time.perf_counter, "wall"),
+    "cpu": (time.process_time, "processor time of the process"),
+}
+Action = Callable[[Any, list], Any]
+
+
+def bare(model: nn.Module, batches: list) -> None:
     with torch.no_grad():
-        for batch in batches:
-            model(batch)
+        for images, _ in batches:
+            model(images)
 
 
-def probed(model, batches) -> None:
-    from vitprobe.probes import FEATURE_PROBES, probe
+@dataclass
+class Timer:
+    """Seconds on one clock, of one device."""
 
-    probe(model, batches, [probe_class() for probe_class in FEATURE_PROBES.values()], progress=False)
+    clock: Callable[[], float]
+    device: str
 
-
-def seconds(action, device: str) -> float:
-    start = time.perf_counter()
-    action()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def ratios(slow, fast, rounds: int, device: str) -> tuple[list[float], float, float]:
-    """Ratios of two actions timed in turn, after one warm-up of each; and the median seconds of both."""
-    slow(), fast()
-    pairs = [(seconds(slow, device), seconds(fast, device)) for _ in range(rounds)]
-    return [a / b for a, b in pairs], *(statistics.median(column) for column in zip(*pairs, strict=True))
+    def __call__(self, action: Callable[[], Any]) -> float:
+        gc.collect()
+        start = self.clock()
+        action()
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize(self.device)
+        return self.clock() - start
 
 
-def show(name: str, values: list[float], goal: str) -> None:
-    median = statistics.median(values)
-    print(f"  {name:<44} {median:6.2f}  ({min(values):.2f} to {max(values):.2f})  goal {goal}", flush=True)
+@dataclass
+class Timed:
+    """Seconds of one action in every round, and of the bare pass right before it.
+
+    Attributes:
+        taken: of the action, on all images.
+        bare: of the bare pass, on all images.
+        few_taken: of the action, on four images.
+        few_bare: of the bare pass, on four images.
+    """
+
+    taken: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
+    few_taken: list[float] = field(default_factory=list)
+    few_bare: list[float] = field(default_factory=list)
+
+    def ratios(self) -> list[float]:
+        return [a / b for a, b in zip(self.taken, self.bare, strict=True)]
+
+    def further(self) -> list[float]:
+        """The same of what is not paid once: the time less that of four images."""
+        pairs = zip(self.taken, self.few_taken, self.bare, self.few_bare, strict=True)
+        return [(a - a2) / (b - b2) for a, a2, b, b2 in pairs]
+
+    def once(self) -> list[float]:
+        """Seconds that are paid once, whatever the number of images."""
+        return [a - b for a, b in zip(self.few_taken, self.few_bare, strict=True)]
 
 
-def peak_memory(case: str, action: str, threads: int) -> float:
+def in_turn(
+    actions: Mapping[str, Action], model: nn.Module, batches: list, arguments: argparse.Namespace
+) -> dict[str, Timed]:
+    """Each action on the batches, timed one after the other in every round, after a warm-up of each on few images."""
+    timer = Timer(CLOCKS[arguments.clock][0], arguments.device)
+    few = [tuple(tensor[:4] for tensor in batches[0])]
+    bare(model, batches)
+    for action in actions.values():
+        action(model, few)
+    found = {name: Timed() for name in actions}
+    for number in range(arguments.rounds):
+        for name, action in actions.items():
+            progress(f"round {number}, {name}")
+            one = found[name]
+            one.bare.append(timer(partial(bare, model, batches)))
+            one.taken.append(timer(partial(action, model, batches)))
+            one.few_bare.append(timer(partial(bare, model, few)))
+            one.few_taken.append(timer(partial(action, model, few)))
+    return found
+
+
+# --- memory -----------------------------------------------------------------------------------------
+
+
+def peak_memory(case: str, action: str, threads: int, *, times: int = 1) -> float:
     """Peak resident memory of a fresh process that runs one action [MiB]."""
-    command = [sys.executable, __file__, "--child", json.dumps([case, action]), "--threads", str(threads)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    progress(f"memory, {action}")
+    command = [sys.executable, __file__, "--child", json.dumps([case, action, times]), "--threads", str(threads)]
+    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
 
 
-def child(case: str, action: str) -> None:
-    import vitprobe.probes  # noqa: F401  (both processes hold the same libraries)
-
-    model, batches = build(case, "cpu")
-    {"bare": bare, "probed": probed, "none": lambda *_: None}[action](model, batches)
+def child(case: str, action: str, times: int) -> None:
+    model, batches = CASES[case].build("cpu", times=times)
+    actions: dict[str, Action] = {BARE: bare, **probe_actions(()), **notebook_actions(CASES[case])}
+    actions[action](model, batches)
     # Not getrusage: a child's maximum there starts at its parent's.
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     print(int(status["VmHWM"].split()[0]) / 1024)
+
+
+def measures_memory(report: Report, arguments: argparse.Namespace) -> bool:
+    if arguments.device == "cpu" and Path("/proc/self/status").exists():
+        return True
+    report.say("\nMemory is measured on the CPU of a Linux machine only: left out.")
+    return False
+
+
+# --- every probe ------------------------------------------------------------------------------------
+
+
+class Nothing(FeatureProbe):
+    """A probe that does nothing with what it is handed: what remains is the cost of watching."""
+
+    name = "nothing"
+    title = "Nothing"
+    references = "none"
+
+    def __init__(self, reads: Reads = "activation") -> None:
+        self.reads = reads  # type: ignore[misc]  # of the class, as a rule
+
+    def start(self) -> None:
+        """Forget nothing."""
+
+    def update(self, where: Any, what: Any) -> None:
+        """Do nothing."""
+
+    def dataset(self, places: Sequence[Any]) -> xr.Dataset:
+        """Nothing."""
+        return xr.Dataset()
+
+
+def watched(model: nn.Module, batches: list, *, one: FeatureProbe, layers: str = "auto") -> None:
+    probe(model, batches, [one], layers=layers, progress=False)
+
+
+def probed(model: nn.Module, batches: list, names: Sequence[str]) -> xr.DataTree:
+    return probe(model, batches, [FEATURE_PROBES[name]() for name in names], missing="skip", progress=False)
+
+
+def probe_actions(left_out: Sequence[str]) -> dict[str, Action]:
+    """Each probe that has something to measure alone, and several together, by name."""
+    names = [name for name in FEATURE_PROBES if name not in left_out]
+    together = {", ".join(FIRST_THREE): FIRST_THREE, ALL: names}
+    return {name: partial(probed, names=chosen) for name, chosen in ({n: (n,) for n in names} | together).items()}
+
+
+def left_out(model: nn.Module, batches: list, report: Report) -> list[str]:
+    """Which probes have nothing to measure here."""
+    reasons = json.loads(probed(model, batches[:1], list(FEATURE_PROBES)).attrs.get("left_out", "{}"))
+    for reason in reasons.values():
+        report.say(f"\nLeft out: {reason.split(';')[0]}.")
+    return list(reasons)
+
+
+def part_probes(name: str, report: Report, arguments: argparse.Namespace) -> None:
+    model, batches = CASES[name].build(arguments.device)
+    skipped = left_out(model, batches, report)
+    watching: dict[Reads, str] = {"activation": "activations", "attention": "attention maps"}
+    if "attention_gates" not in skipped:
+        watching["gated attention"] = "maps and their parts"
+    actions: dict[str, Action] = {
+        f"nothing, handed {text}": partial(watched, one=Nothing(reads)) for reads, text in watching.items()
+    }
+    times = in_turn(actions | probe_actions(skipped), model, batches, arguments)
+    rows = [
+        [
+            what,
+            spread(one.taken),
+            spread(one.bare),
+            spread(one.ratios()),
+            spread(one.further()),
+            spread(one.once()),
+            GOAL.get(tuple(what.split(", ")), "none was set" if what == ALL else ""),
+        ]
+        for what, one in times.items()
+    ]
+    images = sum(len(x) for x, _ in batches)
+    head = [
+        "probes",
+        "seconds",
+        BARE,
+        "ratio",
+        "ratio of each further image",
+        "seconds paid once",
+        "goal for the ratio",
+    ]
+    figures = {what: vars(one) for what, one in times.items()}
+    report.table(
+        name,
+        "probes",
+        figures,
+        f"Time over the bare pass, {images} images in batches of {len(batches[0][0])}",
+        head,
+        rows,
+    )
+
+
+def part_memory(name: str, report: Report, arguments: argparse.Namespace) -> None:
+    if not measures_memory(report, arguments):
+        return
+    model, batches = CASES[name].build("cpu")
+    peaks = {
+        action: peak_memory(name, action, arguments.threads)
+        for action in (BARE, *probe_actions(left_out(model, batches, report)))
+    }
+    rows = [
+        [
+            action,
+            f"{peak:.0f}",
+            f"{peak - peaks[BARE]:.0f}",
+            f"{peak / peaks[BARE]:.2f}",
+            MEMORY_GOAL.get((name, action), "at most 1.2" if action == ", ".join(FIRST_THREE) else ""),
+        ]
+        for action, peak in peaks.items()
+    ]
+    head = ["process", "MiB", "MiB over the bare pass", "over the bare pass", "goal"]
+    title = f"Peak memory of the whole process, batches of {CASES[name].size}"
+    report.table(name, "memory", peaks, title, head, rows)
+
+
+# --- the notebooks' way -----------------------------------------------------------------------------
+
+
+def stored(case: Case, model: Any, batches: list) -> list[Tensor]:
+    """Every residual branch's activation of all images `(image, token, channel)`, before the first block too."""
+    first, second, last = case.norms
+    norms = [norm for block in model.blocks for norm in (getattr(block, first), getattr(block, second))]
+    kept: list[list[Tensor]] = [[] for _ in range(len(norms) + 1)]
+    hooks = [
+        norm.register_forward_pre_hook(lambda module, args, here=here: here.append(args[0]))
+        for norm, here in zip([*norms, getattr(model, last)], kept, strict=True)
+    ]
+    try:
+        bare(model, batches)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(parts) for parts in kept]
+
+
+def as_maps(model: Any, x: Tensor) -> Tensor:
+    """Tokens `(image, token, channel)` as maps `(image, channel, row, column)`, prefix tokens left out."""
+    x = x[:, model.num_prefix_tokens :]
+    side = math.isqrt(x.shape[1])
+    return x.transpose(1, 2).unflatten(-1, (side, side))
+
+
+def notebook_spectrum(model: nn.Module, batches: list, case: Case) -> np.ndarray:
+    """Log amplitude by unit and frequency (Park & Kim 2022, Fig. 2a)."""
+    rows = []
+    for x in stored(case, model, batches):
+        spectrum = torch.fft.fft2(as_maps(model, x))
+        logs = torch.log(spectrum.abs() + 1e-6)
+        centred = torch.fft.fftshift(logs, dim=(-2, -1)).mean((0, 1))
+        diagonal = centred.diagonal()[len(centred) // 2 :]
+        rows.append(diagonal - diagonal[0])
+    return torch.stack(rows).cpu().numpy()
+
+
+def notebook_variance(model: nn.Module, batches: list, case: Case) -> np.ndarray:
+    """Variance over positions by unit (Park & Kim 2022, Fig. 9)."""
+    found = [as_maps(model, x).flatten(2).var(-1).mean() for x in stored(case, model, batches)]
+    return torch.stack(found).cpu().numpy()
+
+
+def our_spectrum(model: nn.Module, batches: list) -> np.ndarray:
+    return Fourier("paper").run(model, batches, progress=False).relative_log_amplitude.values
+
+
+def our_variance(model: nn.Module, batches: list) -> np.ndarray:
+    return FeatureVariance().run(model, batches, progress=False).variance.values
+
+
+def notebook_actions(case: Case) -> dict[str, Action]:
+    """Our way and the notebooks', in turn, for spectra and for variances."""
+    return {
+        "vitprobe, spectra": our_spectrum,
+        "notebooks, spectra": partial(notebook_spectrum, case=case),
+        "vitprobe, variances": our_variance,
+        "notebooks, variances": partial(notebook_variance, case=case),
+    }
+
+
+def part_notebooks(name: str, report: Report, arguments: argparse.Namespace) -> None:
+    model, batches = CASES[name].build(arguments.device)
+    actions = notebook_actions(CASES[name])
+    values = {action: call(model, batches) for action, call in actions.items()}
+    pairs = list(zip(list(actions)[::2], list(actions)[1::2], strict=True))
+    differences = {}
+    for ours, theirs in pairs:
+        a, b = values[ours], values[theirs]
+        differences[theirs] = float(np.abs(a - b).max() / max(1.0, np.abs(b).max()))
+        if a.shape != b.shape or not differences[theirs] <= TOLERANCE:
+            raise SystemExit(f"{name}: {ours} and {theirs} differ by {differences[theirs]:.1e}, more than {TOLERANCE}.")
+    times = in_turn(actions, model, batches, arguments)
+    memory: dict[str, dict[int, float]] = {}
+    if measures_memory(report, arguments):
+        memory = {
+            action: {times: peak_memory(name, action, arguments.threads, times=times) for times in (1, 4)}
+            for action in (BARE, *actions)
+        }
+    images = sum(len(x) for x, _ in batches)
+    rows = []
+    for ours, theirs in pairs:
+        for action in (ours, theirs):
+            one = times[action]
+            over_ours = [a / b for a, b in zip(one.ratios(), times[ours].ratios(), strict=True)]
+            mine = [f"{memory[action][n] - memory[BARE][n]:.0f}" for n in (1, 4)] if memory else ["", ""]
+            difference = f"{differences[action]:.0e}" if action in differences else ""
+            rows.append([action, spread(one.taken), spread(one.ratios()), spread(over_ours), *mine, difference])
+    head = [
+        *("what", "seconds", "over the bare pass", "over vitprobe"),
+        *(f"MiB over the bare pass, {images * n} images" for n in (1, 4)),
+        "difference",
+    ]
+    figures = {"times": {what: vars(one) for what, one in times.items()}, "memory": memory, "differences": differences}
+    report.table(name, "notebooks", figures, f"Against the papers' notebooks, {images} images", head, rows)
+
+
+# --- activations alone ------------------------------------------------------------------------------
+
+
+class First(Nothing):
+    """Keeps the activations of the first batch, to compare them."""
+
+    whole_batches = True
+
+    def start(self) -> None:
+        """Forget them."""
+        self.kept: dict[int, Tensor] = {}
+
+    def update(self, where: Any, what: Any) -> None:
+        """Keep patches `(image, row, column, channel)`."""
+        self.kept.setdefault(where.index, what.patches)
+
+
+def by_timm(model: Any) -> Callable[[Tensor], list[Tensor]]:
+    """All blocks by timm, which cuts what follows them off the model, maps `(image, channel, row, column)`."""
+    return FeatureGetterNet(copy.deepcopy(model), out_indices=len(model.blocks)).eval()
+
+
+def by_torchvision(model: Any) -> Callable[[Tensor], list[Tensor]]:
+    """All blocks by torchvision, tokens `(image, token, channel)`."""
+    names = {f"blocks.{index}": str(index) for index in range(len(model.blocks))}
+    graph = create_feature_extractor(copy.deepcopy(model), names).eval()
+    return lambda images: list(graph(images).values())
+
+
+EXTRACTORS = {"timm, FeatureGetterNet": by_timm, "torchvision, create_feature_extractor": by_torchvision}
+
+
+def extracted(model: nn.Module, batches: list, *, call: Callable[[Tensor], list[Tensor]]) -> None:
+    with torch.no_grad():
+        for images, _ in batches:
+            call(images)
+
+
+def part_extraction(name: str, report: Report, arguments: argparse.Namespace) -> None:
+    model, batches = CASES[name].build(arguments.device)
+    first = First()
+    watched(model, batches[:1], one=first, layers=BLOCKS)
+    ours = list(first.kept.values())
+    actions: dict[str, Action] = {
+        "vitprobe, every block": partial(watched, one=Nothing(), layers=BLOCKS),
+        "vitprobe, every residual branch": partial(watched, one=Nothing()),
+    }
+    differences: dict[str, float] = {}
+    for what, build in EXTRACTORS.items():
+        try:
+            call = build(model)
+        except Exception as error:  # whatever a library says of a model that is not its own
+            report.say(f"\n{what} cannot take {name}: {type(error).__name__}: {str(error).split('. ')[0]}.")
+            continue
+        with torch.no_grad():
+            theirs = call(batches[0][0])
+        theirs = [x if x.ndim == 4 else as_maps(model, x) for x in theirs]
+        differences[what] = max(
+            float((a.permute(0, 3, 1, 2) - b).abs().max()) for a, b in zip(ours, theirs, strict=True)
+        )
+        if not differences[what] <= TOLERANCE:
+            raise SystemExit(f"{name}: activations by {what} differ by {differences[what]:.1e} from vitprobe's.")
+        actions[what] = partial(extracted, call=call)
+    times = in_turn(actions, model, batches, arguments)
+    rows = [
+        [
+            what,
+            spread(one.taken),
+            spread(one.ratios()),
+            spread(one.further()),
+            f"{differences[what]:.0e}" if what in differences else "",
+        ]
+        for what, one in times.items()
+    ]
+    head = ["what", "seconds", "over the bare pass", "of each further image", "difference from vitprobe's"]
+    figures = {"times": {what: vars(one) for what, one in times.items()}, "differences": differences}
+    report.table(name, "extraction", figures, "Handing over activations, nothing done with them", head, rows)
+
+
+# --- once per model ---------------------------------------------------------------------------------
+
+
+def part_plan(name: str, report: Report, arguments: argparse.Namespace) -> None:
+    model, batches = CASES[name].build(arguments.device)
+    two = [tuple(tensor[:2] for tensor in batches[0])]
+
+    def planned() -> None:
+        with untouched(model):
+            plan(model, two[0])
+
+    timer = Timer(CLOCKS[arguments.clock][0], arguments.device)
+    planned()
+    bare(model, two)
+    pairs = [(timer(planned), timer(partial(bare, model, two))) for _ in range(2 * arguments.rounds)]
+    taken, passes = (list(column) for column in zip(*pairs, strict=True))
+    rows = [
+        ["plan", spread([1e3 * one for one in taken], ".0f"), spread([a / b for a, b in pairs])],
+        ["bare pass of two images", spread([1e3 * one for one in passes], ".0f"), "1"],
+    ]
+    head = ["what", "milliseconds", "ratio"]
+    report.table(name, "plan", {"taken": taken, "bare": passes}, "Once per model", head, rows)
+
+
+# --- the half-diagonal ------------------------------------------------------------------------------
+
+
+def transforms(report: Report, arguments: argparse.Namespace) -> None:
+    timer = Timer(CLOCKS[arguments.clock][0], arguments.device)
+    rows, figures = [], {}
+    for side, images, channels in MAPS:
+        x = torch.randn(images, side, side, channels, device=arguments.device)
+        maps = x.permute(0, 3, 1, 2).contiguous()
+        full, half = (lambda maps=maps: torch.fft.fft2(maps).abs()), (lambda x=x: half_diagonal(x))
+        full(), half()
+        pairs = [(timer(full), timer(half)) for _ in range(2 * arguments.rounds)]
+        size = f"{images} x {side}x{side} x {channels}"
+        figures[size] = pairs
+        slow, fast = ([1e3 * one for one in column] for column in zip(*pairs, strict=True))
+        rows.append([size, spread(slow, ".1f"), spread(fast, ".1f"), spread([a / b for a, b in pairs]), "at least 8"])
+    head = ["images x map x channels", "full, milliseconds", "half-diagonal", "ratio", "goal"]
+    report.table("transform", "transform", figures, "The half-diagonal of spectra over the full transform", head, rows)
+
+
+PARTS = {
+    "probes": part_probes,
+    "memory": part_memory,
+    "notebooks": part_notebooks,
+    "extraction": part_extraction,
+    "plan": part_plan,
+}
+OF_BLOCKS = ("notebooks", "extraction")
 
 
 def main() -> None:
@@ -92,42 +635,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: on a machine that other work shares")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=["vit", "vit_ti", "convit"])
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, "transform"], help="parts; all unless given")
+    parser.add_argument("--write", metavar="FILE", help="writes FILE.md and FILE.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.child:
         return child(*json.loads(arguments.child))
 
-    from vitprobe.probes import FEATURE_PROBES
-    from vitprobe.probes.fourier import half_diagonal
-
-    device = arguments.device
-    print(f"torch {torch.__version__}, {device}, {arguments.threads} threads, {arguments.rounds} rounds")
-    print("\nall feature probes together over the bare pass, time: " + ", ".join(FEATURE_PROBES))
-    for case in CASES:
-        model, batches = build(case, device)
-        values, slow, fast = ratios(
-            lambda m=model, b=batches: probed(m, b), lambda m=model, b=batches: bare(m, b), arguments.rounds, device
-        )
-        show(f"{case} ({slow:.2f} s over {fast:.2f} s)", values, "at most 1.3")
-    if device == "cpu" and Path("/proc/self/status").exists():
-        print("\nthe same, peak memory of the whole process")
-        for case in CASES:
-            memory = {action: peak_memory(case, action, arguments.threads) for action in ("bare", "probed")}
-            value = memory["probed"] / memory["bare"]
-            show(f"{case} ({memory['probed']:.0f} over {memory['bare']:.0f} MiB)", [value], "at most 1.2")
-    print("\nfull fft2 over half-diagonal, time")
-    for side, images, channels in MAPS:
-        x = torch.randn(images, side, side, channels, device=device)
-        maps = x.permute(0, 3, 1, 2).contiguous()
-        values, slow, fast = ratios(
-            lambda m=maps: torch.fft.fft2(m).abs(), lambda y=x: half_diagonal(y), arguments.rounds, device
-        )
-        show(
-            f"{images} x {side}x{side} x {channels} ({slow * 1e3:.1f} ms over {fast * 1e3:.1f} ms)",
-            values,
-            "at least 8",
-        )
+    report = Report(arguments)
+    wanted = arguments.only or [*PARTS, "transform"]
+    for name in arguments.case:
+        report.say(f"\n## {CASES[name].text}")
+        for part, run in PARTS.items():
+            if part in wanted and (CASES[name].norms or part not in OF_BLOCKS):
+                progress(f"{name}: {part}")
+                run(name, report, arguments)
+    if "transform" in wanted:
+        report.say("\n## Maps alone")
+        transforms(report, arguments)
 
 
 if __name__ == "__main__":

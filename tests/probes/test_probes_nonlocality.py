@@ -5,12 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from einops import rearrange
+from fixed_maps import FixedMap, by_loops, dilated, measured, random_maps
 from torch import nn
 
 from vitprobe.models import create_model
-from vitprobe.probes import nonlocality
+from vitprobe.probes import Nonlocality, nonlocality
 from vitprobe.probes.nonlocality import distances, uniform_nonlocality
+from vitprobe.results import check
 
 
 def look_everywhere_(model):
@@ -44,6 +45,7 @@ def test_uniform_attention(side, expected):
     np.testing.assert_allclose(found.uniform_nonlocality, found.nonlocality.isel(head=0), rtol=1e-5)
     np.testing.assert_allclose(found.nonlocality_se, 0, atol=1e-6)
     np.testing.assert_array_equal(found.prefix_mass, 0)
+    np.testing.assert_allclose(found.nonlocality_ratio, 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -79,26 +81,6 @@ def test_prefix_tokens_are_no_place(registers):
     assert int(found.prefix[0]) == 1 + registers
     np.testing.assert_allclose(found.nonlocality, uniform_nonlocality((4, 4)), rtol=1e-5)
     np.testing.assert_allclose(found.prefix_mass, (1 + registers) / (17 + registers), rtol=1e-5)
-
-
-class FixedMap(nn.Module):
-    """One attention over a class token, if the map has 17 tokens, and the patches of a 4x4 grid.
-
-    Its map `(image or 1, head, token, token)` is set.
-    """
-
-    def __init__(self, weights):
-        super().__init__()
-        self.register_buffer("weights", weights)
-        self.embed, self.token = nn.Conv2d(3, 6, 4, 4), nn.Parameter(torch.randn(1, weights.shape[-1] - 16, 6))
-        self.value, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def forward(self, x):
-        x = self.embed(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
-        value = rearrange(self.value(x), "b n (h d) -> b h n d", h=self.weights.shape[1])
-        x = x + rearrange(self.weights.to(x.dtype).expand(len(x), -1, -1, -1) @ value, "b h n d -> b n (h d)")
-        return self.head(x[:, 0])
 
 
 def to_the_right(steps, mass):
@@ -188,3 +170,94 @@ def test_uses_of_one_module_are_not_averaged():
     found = measure(Twice(weights), 16)
     assert found.layer_name.values.tolist() == ["Twice", "Twice#2", "Twice#3"]
     np.testing.assert_allclose(found.nonlocality[:, 0], [0, 2, 0], atol=1e-6)
+
+
+def test_ratio_and_mean_over_heads():
+    """By hand on a 2x2 grid: one head looks at itself, one across the corner, one to all alike."""
+    everywhere = torch.full((4, 4), 0.25)
+    maps = torch.stack([torch.eye(4), torch.eye(4).flip(0), everywhere])[None, None].double()
+    # of the second image, the first head looks to all alike as well
+    maps = torch.cat([maps, torch.stack([everywhere, torch.eye(4).flip(0), everywhere])[None, None].double()])
+    found = measured(Nonlocality(), maps, (2, 2))
+    uniform = (0 + 1 + 1 + math.sqrt(2)) / 4
+    expected = np.array([[0, math.sqrt(2), uniform], [uniform, math.sqrt(2), uniform]])
+    for name, values in (("nonlocality", expected), ("nonlocality_ratio", expected / uniform)):
+        np.testing.assert_allclose(found[name][0], values.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(found[f"{name}_se"][0], values.std(0, ddof=1) / math.sqrt(2), rtol=1e-6, atol=1e-7)
+    layer = expected.mean(1)
+    assert found.layer_nonlocality.item() == pytest.approx(layer.mean(), rel=1e-6)
+    assert found.layer_nonlocality_se.item() == pytest.approx(layer.std(ddof=1) / math.sqrt(2), rel=1e-6)
+
+
+def test_standard_error_of_a_layer_knows_that_heads_go_together():
+    maps = random_maps(6, 1, 1, 9).expand(-1, -1, 4, -1, -1)
+    found = measured(Nonlocality(), maps, (3, 3))
+    np.testing.assert_allclose(found.layer_nonlocality_se[0], found.nonlocality_se[0, 0], rtol=1e-6)
+
+
+def test_a_sink_takes_what_a_row_lacks():
+    maps = random_maps(3, 1, 2, 7)  # a class token, a 2x2 grid and two tokens that the map's owner cut off
+    cut = maps[..., :5, :5]
+    found = measured(Nonlocality(), cut, (2, 2), prefix=1, sink=True)
+    np.testing.assert_allclose(found.prefix_mass[0], 1 - cut[..., 1:, 1:].sum(-1).mean((0, 1, 3)), rtol=1e-6)
+    places = torch.tensor([[math.nan] * 2, [0, 0], [0, 1], [1, 0], [1, 1]])[None]
+    expected = np.mean([[by_loops(one[:, head], places)[0] for head in (0, 1)] for one in cut], 0)
+    np.testing.assert_allclose(found.nonlocality[0], expected, rtol=1e-6)
+
+
+def test_half_precision_rows_with_a_sink_keep_what_they_lack():
+    weights = torch.full((1, 1, 1, 4, 4), 1 / 8)
+    found = measured(Nonlocality(), weights.bfloat16(), (2, 2), sink=True)
+    assert found.prefix_mass.item() == 0.5 and found.nonlocality_ratio.item() == pytest.approx(1)
+
+
+def test_dilated_windows():
+    maps, positions = random_maps(3, 6, 2, 6), dilated((2, 3), (3, 2))
+    found = measured(Nonlocality(), maps, (2, 3), positions=positions)
+    expected = [[by_loops(image[:, head], positions)[0] for head in (0, 1)] for image in maps]
+    np.testing.assert_allclose(found.nonlocality[0], np.mean(expected, 0), rtol=1e-6)
+    uniform = by_loops(torch.full((6, 6, 6), 1 / 6), positions)[0]
+    np.testing.assert_allclose(found.uniform_nonlocality, uniform, rtol=1e-6)
+    np.testing.assert_array_equal(found.prefix_mass, 0)
+
+
+def test_padded_windows():
+    """Three columns in windows of two: the second window's right half is padding, whose rows do not count."""
+    maps = random_maps(3, 2, 1, 4)
+    positions = np.array([[[0, 0], [0, 1], [1, 0], [1, 1]], [[0, 2], [np.nan] * 2, [1, 2], [np.nan] * 2]])
+    found = measured(Nonlocality(), maps, (2, 2), positions=positions)
+    expected = [by_loops(image[:, 0], positions)[0] for image in maps]
+    np.testing.assert_allclose(found.nonlocality[0], np.mean(expected), rtol=1e-6)
+    lost = (maps[:, 1, 0, 0, [1, 3]].sum(-1) + maps[:, 1, 0, 2, [1, 3]].sum(-1)) / 6
+    np.testing.assert_allclose(found.prefix_mass[0], lost.mean(), rtol=1e-6)
+    uniform = (4 * (0 + 1 + 1 + math.sqrt(2)) / 4 + 2 * (0 + 1) / 2) / 6
+    assert found.uniform_nonlocality.item() == pytest.approx(uniform, rel=1e-6)
+
+
+@pytest.mark.parametrize("pool", ["mean", "class"])
+def test_inputs_as_the_published_code_logs_them(pool):
+    """Every attention sees the patch embedding: no position code, no norm, no layers before."""
+    shape = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=4, gpsa_layers=2, pool=pool, seed=0)
+    model = create_model("convit", **shape).eval()
+    for name, parameter in model.named_parameters():
+        if "position" not in name:
+            nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    found = nonlocality(model, x.split(3), inputs="patch embedding", progress=False)
+    check(found)
+    assert found.inputs == "patch embedding" and "patch embedding" in found.config
+    with torch.no_grad():
+        patches = model.patches(x)
+        for layer, block in enumerate([*model.local_blocks, *model.global_blocks]):
+            if pool == "class" and layer == 2:
+                continue  # its class token is the layer's own
+            maps = block.attention.weights(patches)
+            expected = (maps * distances((4, 4))).sum(-1).mean(2)
+            np.testing.assert_allclose(found.nonlocality[layer], expected.mean(0), rtol=1e-5)
+    own = nonlocality(model, x, progress=False)
+    assert own.inputs == "layer" and float(abs(own.nonlocality - found.nonlocality).min()) > 1e-4
+
+
+def test_inputs_that_are_none():
+    with pytest.raises(ValueError, match=r"unknown inputs 'embedding'.*Known: layer, patch embedding"):
+        nonlocality(create_model("vit_nano", image_size=8, seed=0), torch.zeros(1, 3, 8, 8), inputs="embedding")

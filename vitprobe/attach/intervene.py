@@ -73,7 +73,11 @@ class Intervention(Clock):
         if sites and edit is None:
             raise ValueError("sites were given without an edit=: say what becomes of their maps.")
         self.edit = edit
-        self._branches = {unit.event: unit for unit in without if removal(unit, plan) == "branch"}
+        branches = [unit for unit in without if removal(unit, plan) == "branch"]
+        self._branches: dict[Event, int] = {}
+        for unit in branches:
+            assert unit.stream is not None
+            self._branches |= {unit.event: unit.stream, **dict(unit.skips)}
         bypassed = [unit for unit in without if removal(unit, plan) == "bypass"]
         self._bypassed = {unit.event: unit for unit in bypassed}
         self._before = {plan.units[unit.index - 1].event: unit.index for unit in bypassed}
@@ -102,7 +106,7 @@ class Intervention(Clock):
                 output = forward(model, batch)
         finally:
             self._kept.clear()
-        expected = sum(map(len, (self._branches, self._bypassed, self._convolutions, self._sites)))
+        expected = len(self._branches) + len(self._bypassed) + len(self._convolutions) + len(self._sites)
         if self._done != expected:
             raise RuntimeError(
                 f"the forward pass changed since it was traced: {self._done} of {expected} interventions took place. "
@@ -112,9 +116,9 @@ class Intervention(Clock):
 
     def instead(self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The stream alone for a removed branch, what it takes for a convolution, the product with the edited maps."""
-        if unit := self._branches.get(event):
+        if (stream := self._branches.get(event)) is not None:
             self._done += 1
-            return _stream_alone(unit, func, args, kwargs)
+            return _stream_alone(stream, func, args, kwargs)
         if event in self._convolutions:
             self._done += 1
             return tensors_of([*args, kwargs])[0].clone()
@@ -205,13 +209,12 @@ def _mha_output(call: dict[str, Any], maps: Tensor) -> tuple[Tensor, Tensor | No
     return output, maps.mean(1) if call["average_attn_weights"] else maps
 
 
-def _stream_alone(unit: Unit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """What an addition returns, and leaves in its operands, with zeros in its branch's place."""
-    assert unit.stream is not None
+def _stream_alone(stream: int, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """What an addition returns, and leaves in its operands, with zeros in the place of what is not the stream."""
     rest = {name: value for name, value in kwargs.items() if name != "other"}
     pair = tensors_of([*args[:2], kwargs.get("other")])
-    pair[1 - unit.stream] = torch.zeros_like(pair[1 - unit.stream])
-    if unit.stream == 1 and func in (Tensor.add_, Tensor.__iadd__):  # the sum goes into the branch
+    pair[1 - stream] = torch.zeros_like(pair[1 - stream])
+    if stream == 1 and func in (Tensor.add_, Tensor.__iadd__):  # the sum goes into the branch
         return args[0].copy_(torch.add(*pair, **rest))
     # By the addition itself, which may scale the stream, change its dtype, or write into another tensor.
     return func(*pair, **rest)

@@ -28,6 +28,8 @@ class Unit:
         channels: of its activation.
         event: when its activation comes to be.
         stream: for a residual branch, which operand of the addition (0 or 1) is the stream; else `None`.
+        skips: further additions on the way of the stream through the unit, where it has several branches beside each
+            other, and which operand the stream is there.
         convolutions: when its convolutions with a spatial kernel run that keep the shape of what they take.
     """
 
@@ -39,6 +41,7 @@ class Unit:
     channels: int
     event: Event
     stream: int | None = None
+    skips: tuple[tuple[Event, int], ...] = ()
     convolutions: tuple[Event, ...] = ()
 
 

@@ -383,6 +383,6 @@ class Tracer(Clock):
             return "linear" if constant else "attention"
         if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             # No public function: a kernel of one's own, which mixes activations that it takes together.
-            mixed = {node for tensor in tensors_of([*args, kwargs]) if (node := self.node_of(tensor)) is not None}
+            mixed = {id(x) for x in tensors_of([*args, kwargs]) if self.node_of(x) is not None}
             return "kernel" if len(mixed) > 1 else "other"
         return "other"

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from vitprobe.attach.parts import Embedding, Kind, Unit
 from vitprobe.attach.reading import Reading
+from vitprobe.attach.trace import Event
 
 
 @dataclass
@@ -134,9 +135,8 @@ class _Finder:
                 units.append(self._unit(end, "stem", between))
                 continue
             unit = self._unit(end, self._kind(between, grid, end), between)
-            # The skip connection is the operand that is fewer operations away.
-            away = [self.trace.distance(start, operand) for operand in nodes[end].operands]
-            unit.unit = replace(unit.unit, stream=int(away[1] < away[0]))
+            stream_of, skips = self._skips(start, end)
+            unit.unit = replace(unit.unit, stream=stream_of, skips=skips)
             units.append(unit)
         if units:
             last = max(units[-1].nodes)
@@ -145,6 +145,16 @@ class _Finder:
             known = [n for n in stream if n > last and (nodes[n].places is not None or self.reading.grid(n) == grid)]
             units += self._tail(last, [n for n in known if self.reading.is_map(n)])
         return units
+
+    def _skips(self, start: int, end: int) -> tuple[int, tuple[tuple[Event, int], ...]]:
+        """Which operand of the addition that closes a branch is the stream, and of those that it passes before."""
+        nodes, passed = self.trace.nodes, []
+        while end != start and len(nodes[end].operands) == 2:
+            # The skip connection is the operand that is fewer operations away.
+            away = [self.trace.distance(start, operand) for operand in nodes[end].operands]
+            passed.append((nodes[end].event, int(away[1] < away[0])))
+            end = nodes[end].operands[passed[-1][1]]
+        return passed[0][1], tuple(passed[1:])
 
     def chain_units(self) -> list[Found]:
         """A network without residual additions: each step from one mixing operation to the next."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
-from vitprobe.calling import Called
+from vitprobe.calling import lent
 from vitprobe.curvature.loss import LossOperator, require_finite
 
 
@@ -31,7 +31,6 @@ class LossStack:
 
     def __init__(self, operator: LossOperator) -> None:
         self.operator = operator
-        self._caller = Called(operator.model, operator.forward)
         count = len(operator.shares)
         self._copies = [p.detach().expand(count, *p.shape).clone() for p in operator.parameters]
         for copy in self._copies:
@@ -73,8 +72,9 @@ class LossStack:
         return self._flatten(parts) + self.operator.decay_product(vectors.T).T
 
     def _loss(self, weights: Sequence[Tensor], batch: Any) -> Tensor:
-        named = {f"model.{name}": weight for name, weight in zip(self.operator.names, weights, strict=True)}
-        return self.operator.loss(*functional_call(self._caller, named, (batch,)))
+        operator = self.operator
+        with lent(operator.model, dict(zip(operator.names, weights, strict=True))):
+            return operator.loss(*operator.forward(operator.model, batch))
 
     def _flatten(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([part.detach().flatten(1) for part in parts], dim=1)

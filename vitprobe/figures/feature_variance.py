@@ -1,4 +1,4 @@
-"""Variance of the feature maps by depth (Park & Kim 2022, Fig. 9)."""
+"""Variance of the feature maps, over positions or over images, by depth (Park & Kim 2022, Fig. 9)."""
 
 import xarray as xr
 from matplotlib.figure import Figure
@@ -8,7 +8,7 @@ from vitprobe.figures.page import SINGLE_RUN, THIN_LINES, columns, models, note,
 
 
 def feature_variance(ds: xr.Dataset, *, normalised: bool = False) -> Figure:
-    """Feature-map variance over positions, by depth, one panel per model.
+    """Feature-map variance, over positions or over images as it was measured, by depth, one panel per model.
 
     Args:
         ds: the dataset of `vitprobe.feature_variance`, of one run or of stacked runs.
@@ -21,7 +21,8 @@ def feature_variance(ds: xr.Dataset, *, normalised: bool = False) -> Figure:
         panels = models(ds)
         figure, axes = columns(panels, rows=1, height=2.3)
         variable = "normalised_variance" if normalised else "variance"
-        label = "feature-map variance\n/ mean square [1]" if normalised else "feature-map variance [1]"
+        what = "variance over images" if ds.attrs.get("over") == "images" else "feature-map variance"
+        label = f"{what}\n/ mean square [1]" if normalised else f"{what} [1]"
         depth_profile(axes[0].tolist(), panels, variable, label)
         kind_legend(figure, panels)
         note(figure, panels, several=THIN_LINES, single=SINGLE_RUN)

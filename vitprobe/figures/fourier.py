@@ -51,7 +51,7 @@ def fourier(ds: xr.Dataset) -> Figure:
             axes[1].tolist(),
             panels,
             "high_frequency_amplitude",
-            "relative log amplitude\nat high frequency [natural log]",
+            f"{_amplitude(panels)}\nat high frequency [natural log]",
         )
         kind_legend(figure, panels)
         definition = f"Definition: {ds.attrs['definition']}." if "definition" in ds.attrs else ""
@@ -71,8 +71,18 @@ def spectra(axes: Sequence[Axes], panels: Sequence[Model]) -> None:
         for depth, curve in zip(model.runs["depth"].mean("run").values, amplitude, strict=True):
             curve = curve.dropna("frequency")  # a grid lacks the frequencies of a finer one
             ax.plot(curve.frequency, curve, color=DEPTH_COLORS(depth), linewidth=0.9, marker=".", markersize=2)
-        unit_interval(ax, "frequency [π]")
+        unit_interval(ax, "radial frequency [π]" if _said(panels, "along") == "radius" else "frequency [π]")
     limit(axes, [model.runs["relative_log_amplitude"].mean("run").values for model in panels])
     for ax in axes[1:]:
         ax.tick_params(labelleft=False)
-    axes[0].set_ylabel("relative log amplitude\n[natural log]")
+    axes[0].set_ylabel(f"{_amplitude(panels)}\n[natural log]")
+
+
+def _amplitude(panels: Sequence[Model]) -> str:
+    """What the logarithm is of."""
+    return "relative log mean amplitude" if _said(panels, "average") == "log of mean" else "relative log amplitude"
+
+
+def _said(panels: Sequence[Model], option: str) -> str:
+    """An option of the measurement; files from before it was one do not say it."""
+    return str(panels[0].runs.attrs.get(option, ""))

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitprobe.calling import Called, Forward, logits_of, targets_of
+from vitprobe.calling import Forward, lent, logits_of, targets_of
 from vitprobe.curvature import BatchNorm, Directions, movable
 
 Means = Callable[[np.ndarray], np.ndarray]
@@ -124,11 +124,10 @@ class Cells:
         for name, tensor in self.statistics.items():
             start = 1 if name.endswith("running_var") else 0
             stacked[name] = torch.full((len(steps), *tensor.shape), start, dtype=tensor.dtype, device=tensor.device)
-        called = Called(self.model, lambda model, batch: logits_of(self.forward(model, batch)))
 
         def cell(named: dict[str, Tensor]) -> Tensor:
-            inner = {f"model.{name}": tensor for name, tensor in named.items()}
-            return self._means(lambda batch: functional_call(called, inner, (batch,)))
+            with lent(self.model, named):
+                return self._means(lambda batch: logits_of(self.forward(self.model, batch)))
 
         try:
             with sdpa_kernel(SDPBackend.MATH):  # not every fused kernel can be stacked

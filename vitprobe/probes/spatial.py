@@ -1,20 +1,599 @@
-"""What the token-mixing matrices of a layer are like: their rank, and where and how far they look.
+"""What the token-mixing matrices of a network are like: their rank, and how far they look.
 
-The same numbers for attention, convolution and fixed filters, from the matrices `(query, key)` that
-`vitprobe.attach.spatial_operator` gives.
+The same numbers for attention, convolution and fixed filters: of all attention maps in a forward pass
+(`SpatialOperators`), of all convolutions by their taps (`filter_statistics`), and of any matrices `(query, key)` that
+`vitprobe.attach.spatial_operator` gives (`operator_statistics`, `distance_profile`).
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import xarray as xr
-from torch import Tensor
+from torch import Tensor, nn
 
-from vitprobe.probes.nonlocality import distances, uniform_nonlocality
+from vitprobe.attach import AttentionSite, Unit, plan
+from vitprobe.attach.trace import Clock, Event
+from vitprobe.calling import (
+    as_batches,
+    default_forward,
+    described,
+    first_images,
+    images_of,
+    to_model,
+    untouched,
+    unwrap,
+)
+from vitprobe.names import unknown
+from vitprobe.probes.attention import SiteMean, head_coordinate, patch_rows
+from vitprobe.probes.base import FeatureProbe, along_layer
+from vitprobe.probes.cka import jackknife_error
+from vitprobe.probes.nonlocality import distances, site_distances, uniform_nonlocality
 from vitprobe.results import provenance
 
 REFERENCES = "d'Ascoli et al. 2021, arXiv:2103.10697, eq. 8; Zheng et al. 2024, arXiv:2401.12511"
+RANK_REFERENCES = (
+    "Rudelson & Vershynin 2007, arXiv:math/0503442 (stable rank); Roy & Vetterli 2007, EUSIPCO (effective rank)"
+)
+TOLERANCE = 0.01  # of a numerical rank: singular values below a hundredth of the largest do not count
+GROUPS = 8  # groups of images that the jackknife leaves out in turn, each with a sum of maps
+MEMORY = 1 << 31  # bytes of sums of maps that are kept
+
+Maps = Literal["mean", "each"]
+
+_RANKS = {
+    "stable_rank": "sum of the squared singular values over the largest of them",
+    "effective_rank": "exponential of the entropy of the singular values",
+    "numerical_rank": "number of singular values above the tolerance times the largest",
+}
+_BIN = {"long_name": "distance from query to key", "units": "patches"}
+
+
+def rank_statistics(singular: Tensor, tolerance: float) -> dict[str, Tensor]:
+    """Three ranks of matrices by their singular values; the same for a multiple of a matrix, and for its transpose.
+
+    Args:
+        singular: the singular values `(..., value)`, in any order.
+        tolerance: share of the largest that a singular value has to exceed to be counted.
+
+    Returns:
+        `stable_rank` (Rudelson & Vershynin 2007), `effective_rank` (Roy & Vetterli 2007) and `numerical_rank` `(...)`;
+        of a matrix of zeros NaN, NaN and 0.
+    """
+    relative = singular / singular.amax(-1, keepdim=True)
+    return {
+        "stable_rank": relative.square().sum(-1),
+        "effective_rank": torch.special.entr(singular / singular.sum(-1, keepdim=True)).sum(-1).exp(),
+        "numerical_rank": (relative > tolerance).sum(-1).to(singular.dtype),
+    }
+
+
+def mass_by_distance(weight: Tensor, distance: Tensor) -> dict[str, Tensor]:
+    """How weights spread over distances, in rings one patch wide.
+
+    Args:
+        weight: not negative `(..., entry)`.
+        distance: of each entry `(entry,)` [patches].
+
+    Returns:
+        `mass` `(..., bin)`, the share of the weight whose distance rounds to 0, 1, 2, ... (halves up), and
+        `mean_distance` `(...)` [patches]; NaN where there is no weight.
+    """
+    ring = (distance + 0.5).floor().long()
+    mass = weight.new_zeros(*weight.shape[:-1], int(ring.max()) + 1).index_add_(-1, ring, weight)
+    total = weight.sum(-1)
+    return {"mass": mass / total[..., None], "mean_distance": (weight @ distance) / total}
+
+
+# --- attention in a forward pass --------------------------------------------------------------------
+
+
+class SpatialOperators(FeatureProbe):
+    """Rank and reach of attention as a matrix between patches, by layer and head.
+
+    The operator of a head is its map averaged over images: the part of it that does not depend on them, as the
+    operator of a convolution does not. `fixed_power` is how much of the maps' power it has, `|E A|^2 / E |A|^2`, free
+    of the bias of few images: 1 for maps that are the same for all images. With `maps="each"`, statistics are those
+    of each image's map, averaged over images.
+
+    Maps are taken between patches as they are: prefix tokens, padding and sinks are left out, and rows are not
+    normalised anew. `mass` is the share of all attention between patches at a distance, and `mean_distance` its mean;
+    it is the nonlocality where all patches pay as much to patches. Windows are measured one by one, and ranks averaged
+    over them: the patches of a window (`grid_h` by `grid_w`) are the most that a rank can be. Few images leave noise
+    in their mean, whose small singular values raise the effective and numerical rank.
+
+    Standard errors of `maps="mean"` are those of the jackknife over eight groups of images, whose sums of maps in
+    double precision are all that is kept: 64 bytes for each number in the maps of one image, 89 MB for a ViT-Ti at
+    224 pixels, however many the images. Beyond 2 GiB there are fewer groups, and below one group nothing is measured.
+    Those of `maps="each"` are over images; nothing is kept, and every map is decomposed, which takes several times as
+    long as the pass on a CPU.
+
+    Args:
+        maps: `"mean"`, the operator; or `"each"`.
+        tolerance: share of the largest singular value that others have to exceed to count in `numerical_rank`.
+    """
+
+    name = "spatial_operators"
+    title = "Rank and reach of attention between patches by layer and head"
+    references = f"{REFERENCES}; {RANK_REFERENCES}"
+    reads = "attention"
+
+    def __init__(self, maps: Maps = "mean", tolerance: float = TOLERANCE) -> None:
+        if maps not in get_args(Maps):
+            raise unknown("maps", maps, get_args(Maps))
+        _check_tolerance(tolerance)
+        self.maps = maps
+        self.tolerance = tolerance
+
+    def config(self) -> dict[str, Any]:
+        """Whose statistics these are, and what counts for the numerical rank."""
+        return {"maps": self.maps, "tolerance": self.tolerance}
+
+    def start(self) -> None:
+        """Forget everything that was measured."""
+        self._each: dict[str, SiteMean] = {}
+        self._groups, self._numbers = GROUPS, 0
+        self._sums: dict[str, Tensor] = {}  # of the maps (group, window, head, query, key)
+        self._powers: dict[str, Tensor] = {}  # sums of squares of the maps (group, head)
+        self._images: dict[str, int] = {}
+
+    def update(self, where: AttentionSite, what: Tensor) -> None:
+        """Add the maps `(image, window, head, query, key)` of one site for a chunk of images."""
+        rows = patch_rows(where, what)
+        between = rows.patches if rows.asking is None else rows.patches * rows.asking[:, None, :, None]
+        if self.maps == "each":
+            for name, values in self._describe(where, between.double()).items():
+                self._each.setdefault(name, SiteMean()).add(where, values)
+            return
+        if where.name not in self._images:
+            self._images[where.name] = 0
+            self._make_room(between[0].numel())
+            if not self._too_large():
+                self._sums[where.name] = between.new_zeros((self._groups, *between.shape[1:]), dtype=torch.float64)
+                self._powers[where.name] = between.new_zeros((self._groups, where.heads), dtype=torch.float64)
+        if self._too_large():
+            return
+        first = self._images[where.name]
+        self._images[where.name] += len(between)
+        for start in range(min(self._groups, len(between))):
+            mine, group = between[start :: self._groups], (first + start) % self._groups
+            self._sums[where.name][group] += mine.sum(0)
+            self._powers[where.name][group] += mine.square().sum((0, 1, 3, 4))
+
+    def dataset(self, places: Sequence[AttentionSite]) -> xr.Dataset:
+        """The statistics along `layer` and `head`; NaN where a layer has fewer heads or shorter distances."""
+        if self._too_large():
+            raise ValueError(
+                f"spatial_operators: the mean maps alone take {8 * self._numbers / 2**30:.1f} GiB, where "
+                f"{MEMORY / 2**30:.1f} GiB are allowed: give maps='each', which keeps none, or smaller images."
+            )
+        variables = self._of_means(places) if self.maps == "mean" else self._of_each(places)
+        uniform = [_uniform(site) for site in places]
+        variables["uniform_mass"] = along_layer(
+            [one["mass"][0].numpy() for one in uniform],
+            ["bin"],
+            long_name="share of uniform attention at this distance",
+            units="1",
+        )
+        variables["uniform_mean_distance"] = along_layer(
+            [float(one["mean_distance"]) for one in uniform],
+            [],
+            long_name="mean_distance of uniform attention",
+            units="patches",
+        )
+        ds = xr.Dataset(variables, head_coordinate(places))
+        return ds.assign_coords(bin=("bin", np.arange(ds.sizes["bin"]), _BIN))
+
+    def _describe(self, site: AttentionSite, matrices: Tensor) -> dict[str, Tensor]:
+        """The statistics `(..., head)` and, by distance, `(..., head, bin)` of `(..., window, head, query, key)`."""
+        ranks = rank_statistics(torch.linalg.svdvals(matrices), self.tolerance)
+        found = {name: values.nanmean(-2) for name, values in ranks.items()}
+        return found | mass_by_distance(matrices.transpose(-4, -3).flatten(-3), _entry_distances(site).to(matrices))
+
+    def _of_each(self, places: Sequence[AttentionSite]) -> dict[str, Any]:
+        """The statistics of each image's maps, averaged, with their standard errors."""
+        variables: dict[str, Any] = {}
+        for name, (dims, long_name, units) in _described_variables("each").items():
+            variables |= self._each[name].variables(places, name, dims, long_name=long_name, units=units)
+        return variables
+
+    def _of_means(self, places: Sequence[AttentionSite]) -> dict[str, Any]:
+        """The statistics of mean maps with their standard errors."""
+        values: dict[str, list[np.ndarray]] = {}
+        for site in places:
+            for name, (value, error) in self._jackknifed(site).items():
+                values.setdefault(name, []).append(value)
+                values.setdefault(f"{name}_se", []).append(error)
+        variables = {}
+        for name, (dims, long_name, units) in _described_variables("mean").items():
+            variables[name] = along_layer(values[name], dims, long_name=long_name, units=units)
+            text = f"standard error over images of {name}"
+            variables[f"{name}_se"] = along_layer(values[f"{name}_se"], dims, long_name=text, units=units)
+        return variables
+
+    def _jackknifed(self, site: AttentionSite) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Each statistic of a site's mean map and its standard error."""
+        count = self._images[site.name]
+        sizes = np.array([len(range(group, count, self._groups)) for group in range(min(self._groups, count))])
+        sums, powers = (kept[site.name][: len(sizes)].cpu() for kept in (self._sums, self._powers))
+        total, power = sums.sum(0), powers.sum(0)
+
+        def of_mean(total: Tensor, power: Tensor, count: int) -> dict[str, np.ndarray]:
+            found = self._describe(site, total / count)
+            found["fixed_power"] = _fixed_power(total, power, count)
+            return {name: values.numpy() for name, values in found.items()}
+
+        whole = of_mean(total, power, count)
+        if len(sizes) == 1:
+            return {name: (value, np.full_like(value, np.nan)) for name, value in whole.items()}
+        without = [
+            of_mean(total - one, power - its_power, count - int(size))
+            for one, its_power, size in zip(sums, powers, sizes, strict=True)
+        ]
+        return {
+            name: (value, jackknife_error(value, np.stack([one[name] for one in without]), sizes))
+            for name, value in whole.items()
+        }
+
+    def _make_room(self, numbers: int) -> None:
+        """Halve the number of groups while the sums of all maps, so many numbers more, would be too large."""
+        self._numbers += numbers
+        while self._groups > 1 and 8 * self._groups * self._numbers > MEMORY:
+            self._groups //= 2
+            for kept in (self._sums, self._powers):  # image i is in group i modulo their number
+                for name, sums in kept.items():
+                    kept[name] = sums.unflatten(0, (2, -1)).sum(0)
+
+    def _too_large(self) -> bool:
+        return 8 * self._groups * self._numbers > MEMORY
+
+
+def spatial_operators(
+    model: nn.Module, batches: Iterable[Any], *, maps: Maps = "mean", tolerance: float = TOLERANCE, **options: Any
+) -> xr.Dataset:
+    """Rank and reach of the attention of every head as a matrix between patches; see `SpatialOperators`.
+
+    Args:
+        model: any eager PyTorch vision model.
+        batches: images, as `probe` takes them.
+        maps: `"mean"`, of the map averaged over images; or `"each"`, of each image's map, averaged.
+        tolerance: share of the largest singular value that others have to exceed to count in `numerical_rank`.
+        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+
+    Returns:
+        `stable_rank`, `effective_rank`, `numerical_rank`, `mean_distance` and, of the mean map, `fixed_power` (layer,
+        head), and `mass` (layer, head, bin), each with its standard error over images; `uniform_mass` (layer, bin) and
+        `uniform_mean_distance` (layer).
+    """
+    return SpatialOperators(maps, tolerance).run(model, batches, **options)
+
+
+def _described_variables(maps: Maps) -> dict[str, tuple[tuple[str, ...], str, str]]:
+    """Dimensions, long name and units of the statistics of attention."""
+    whose = "of the mean map" if maps == "mean" else "of each image's map, averaged"
+    found: dict[str, tuple[tuple[str, ...], str, str]] = {
+        name: (("head",), f"{text}, {whose}", "1") for name, text in _RANKS.items()
+    }
+    found["mean_distance"] = (("head",), f"distance from query to key, weighted by attention, {whose}", "patches")
+    found["mass"] = (("head", "bin"), f"share of the attention between patches at this distance, {whose}", "1")
+    if maps == "mean":
+        found["fixed_power"] = (("head",), "share of the maps' power that is the same for all images", "1")
+    return found
+
+
+def _entry_distances(site: AttentionSite) -> Tensor:
+    """The distance of each pair of tokens of each window `(window query key,)` [patches]; 0 for no patch."""
+    return site_distances(site).double().expand(site.windows, -1, -1).flatten()
+
+
+def _uniform(site: AttentionSite) -> dict[str, Tensor]:
+    """How attention of every patch to all patches of its window alike spreads over distances."""
+    count = site.grid[0] * site.grid[1]
+    present = torch.ones(site.windows, count, dtype=torch.float64)
+    if site.positions is not None:
+        present = torch.from_numpy(~np.isnan(site.positions[..., 0])).double()
+    pairs = present[:, :, None] * present[:, None] / present.sum(-1)[:, None, None].clamp_min(1)
+    return mass_by_distance(pairs.flatten()[None], _entry_distances(site))
+
+
+def _fixed_power(total: Tensor, power: Tensor, count: int) -> Tensor:
+    """`|E A|^2 / E |A|^2` of each head, by unbiased estimates of both; NaN for one image.
+
+    Args:
+        total: sum of the maps `(window, head, query, key)`.
+        power: sum of their squares `(head,)`.
+        count: how many they are.
+    """
+    of_mean, mean = (total / count).square().sum((0, 2, 3)), power / count
+    if count == 1:
+        return torch.full_like(mean, torch.nan)
+    # Of n maps, the mean has a share 1/n of what differs between them: E |mean|^2 = ((n - 1) |E A|^2 + E |A|^2) / n.
+    return (count * of_mean - mean) / ((count - 1) * mean)
+
+
+def _check_tolerance(tolerance: float) -> None:
+    # The closed form of convolutions gives squares of singular values, to the rounding of double precision.
+    if not 1e-6 <= tolerance < 1:
+        raise ValueError(
+            f"tolerance={tolerance}: a share of the largest singular value, from 1e-6 to below 1, such as 0.01."
+        )
+
+
+# --- convolutions -----------------------------------------------------------------------------------
+
+
+def filter_statistics(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    tolerance: float = TOLERANCE,
+    forward: Callable[[nn.Module, Any], Any] = default_forward,
+) -> xr.Dataset:
+    """Rank and reach of every convolution with a spatial kernel, depthwise, grouped or dense, by its taps.
+
+    The convolutions are those that one forward pass runs, in its order, with the weights that it runs them with; only
+    the first batch's first images are looked at, and the numbers depend on their size alone. Nothing is estimated, so
+    that there are no standard errors.
+
+    The operator of an output channel is the matrix from all places of the channels that it reads to its own places: for
+    a depthwise convolution, its token-mixing matrix. How far it looks is counted from the middle of the kernel, on the
+    grid that it reads, with the weight of a tap being the root of its sum of squares over inputs (how strongly white
+    inputs arrive): taps count at each place where they fall on the grid, and not where on the zeros that the
+    convolution pads with. Ranks are those of the same taps on a grid whose opposite borders touch, as large as that
+    which it makes, since its singular values are then a Fourier transform (Sedghi et al. 2019) and no matrix of places
+    is needed; `outputs_h` times `outputs_w` is the most that they can be. `bank_...` are ranks of all of the layer's
+    filters as rows of taps, of which there are `kernel_h` times `kernel_w`: how many different filters it has.
+
+    Args:
+        model: any eager PyTorch vision model.
+        batches: images, as `probe` takes them.
+        tolerance: share of the largest singular value that others have to exceed to count in numerical ranks.
+        forward: `forward(model, batch)` for models that are called in another way.
+
+    Returns:
+        `stable_rank`, `effective_rank`, `numerical_rank` and `mean_distance` (layer, channel), `mass` (layer, channel,
+        bin), the same of equal taps as `uniform_mass` (layer, bin) and `uniform_mean_distance` (layer), and
+        `bank_stable_rank`, `bank_effective_rank` and `bank_numerical_rank` (layer).
+
+    Raises:
+        ValueError: if there are no batches, or no such convolutions.
+    """
+    _check_tolerance(tolerance)
+    bare = unwrap(model)
+    batch = next(iter(as_batches(batches)), None)
+    if batch is None:
+        raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
+    batch = first_images(to_model(batch, bare), 2)
+    with untouched(bare):
+        convolutions = _Convolutions(bare, plan(bare, batch, forward=forward).units)
+        with convolutions.running():
+            forward(bare, batch)
+        found = convolutions.found
+        if not found:
+            raise ValueError(
+                "filter_statistics: the forward pass runs no two-dimensional convolution with a spatial kernel."
+            )
+        ds = xr.Dataset(_of_filters(found, tolerance), _filter_coordinates(found))
+    device = next((str(p.device) for p in bare.parameters()), "cpu")
+    image = images_of(batch).shape[-2:]
+    ds.attrs = provenance(
+        title="Rank and reach of convolutions by layer and channel",
+        references=f"{REFERENCES}; {RANK_REFERENCES}; Sedghi, Gupta & Long 2019, arXiv:1805.10408",
+        config={"probe": "filter_statistics", "tolerance": tolerance},
+        device=device,
+        probe="filter_statistics",
+        **described(bare),
+        image_height=image[0],
+        image_width=image[1],
+    )
+    return ds.assign_coords(
+        channel=("channel", np.arange(ds.sizes["channel"]), {"long_name": "channel that is made", "units": "1"}),
+        bin=("bin", np.arange(ds.sizes["bin"]), _BIN),
+    )
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """One convolution of a forward pass; pairs are of rows and columns.
+
+    Attributes:
+        name: path of the module that runs it; `#2` and so on for further ones in that module.
+        kind: of the unit that it belongs to.
+        depth: of that unit; NaN if it belongs to none.
+        weight: `(channel out, channel in, y, x)`.
+        stride: of the convolution.
+        before: zeros that it puts before the first row and column.
+        dilation: of the convolution.
+        grid: that it reads.
+        outputs: grid that it makes.
+    """
+
+    name: str
+    kind: str
+    depth: float
+    weight: Tensor
+    stride: tuple[int, int]
+    before: tuple[int, int]
+    dilation: tuple[int, int]
+    grid: tuple[int, int]
+    outputs: tuple[int, int]
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        return self.weight.shape[2], self.weight.shape[3]
+
+
+class _Convolutions(Clock):
+    """Collects the convolutions with a spatial kernel of one forward pass, and which units they belong to."""
+
+    _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        super().__init__(model)
+        self.found: list[_Convolution] = []
+        self._units = {unit.event: unit for unit in units}
+        self._assigned = 0
+        self._uses: dict[str, int] = {}
+
+    def on_operation(
+        self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
+        """Keep what a convolution is called with."""
+        if func is F.conv2d:
+            given = dict(zip(self._ARGUMENTS, args, strict=False)) | kwargs
+            if max(given["weight"].shape[2:]) > 1:
+                self._keep(given, tensors[0])
+        self._end_unit(event)
+
+    def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> None:
+        """A unit may end with a module's return."""
+        self._end_unit(event)
+
+    def _keep(self, given: Mapping[str, Any], output: Tensor) -> None:
+        weight, name = given["weight"].detach(), self.stack[-1].name
+        self._uses[name] = self._uses.get(name, 0) + 1
+        dilation, padding = _pair(given.get("dilation", 1)), given.get("padding", 0)
+        if padding == "same":
+            before = tuple(d * (side - 1) // 2 for d, side in zip(dilation, weight.shape[2:], strict=True))
+        else:
+            before = (0, 0) if padding == "valid" else _pair(padding)
+        self.found.append(
+            _Convolution(
+                name=name if self._uses[name] == 1 else f"{name}#{self._uses[name]}",
+                kind="conv",
+                depth=float("nan"),
+                weight=weight,
+                stride=_pair(given.get("stride", 1)),
+                before=_pair(before),
+                dilation=dilation,
+                grid=_pair(given["input"].shape[-2:]),
+                outputs=_pair(output.shape[-2:]),
+            )
+        )
+
+    def _end_unit(self, event: Event) -> None:
+        if unit := self._units.get(event):
+            waiting = self.found[self._assigned :]
+            self.found[self._assigned :] = [replace(one, kind=unit.kind, depth=unit.depth) for one in waiting]
+            self._assigned = len(self.found)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    """Rows and columns, of one number for both or of two."""
+    if isinstance(value, int):
+        return value, value
+    return int(value[0]), int(value[-1])
+
+
+def torus_singular_values(
+    weight: Tensor,
+    outputs: tuple[int, int],
+    *,
+    stride: tuple[int, int] = (1, 1),
+    dilation: tuple[int, int] = (1, 1),
+) -> Tensor:
+    """Singular values of a convolution on a grid whose opposite borders touch, for each output channel by itself.
+
+    The matrix from all places of all inputs to the places of one output channel, times its transpose, is a circular
+    convolution too: with the autocorrelation of the kernels, summed over inputs, at multiples of the stride. Its
+    eigenvalues are a Fourier transform.
+
+    Args:
+        weight: `(channel out, channel in, y, x)`, in double precision.
+        outputs: rows and columns of places that the convolution makes; it reads as many times the stride.
+        stride: of rows and columns.
+        dilation: of rows and columns.
+
+    Returns:
+        `(channel out, value)`, to 1e-8 of the largest, as many as there are places.
+    """
+    size = [2 * side - 1 for side in weight.shape[2:]]
+    power = torch.fft.rfft2(weight, s=size).abs().square().sum(1)
+    found = torch.fft.irfft2(power, s=size)  # autocorrelation, lag l at l modulo the size
+    for axis in (1, 2):
+        lag = torch.arange(size[axis - 1], device=weight.device)
+        lag = torch.where(lag <= size[axis - 1] // 2, lag, lag - size[axis - 1]) * dilation[axis - 1]
+        kept = lag % stride[axis - 1] == 0
+        place = lag[kept] // stride[axis - 1] % outputs[axis - 1]
+        shape = list(found.shape)
+        shape[axis] = outputs[axis - 1]
+        found = found.new_zeros(shape).index_add_(axis, place, found[:, kept] if axis == 1 else found[:, :, kept])
+    return torch.fft.fft2(found).real.clamp_min(0).sqrt().flatten(1)
+
+
+def _of_filters(found: Sequence[_Convolution], tolerance: float) -> dict[str, Any]:
+    """The variables of `filter_statistics`."""
+    values: dict[str, list[np.ndarray]] = {}
+    for one in found:
+        weight = one.weight.double()
+        singular = torus_singular_values(weight, one.outputs, stride=one.stride, dilation=one.dilation)
+        strength = weight.square().sum(1).sqrt()
+        named = rank_statistics(singular, tolerance) | _kernel_reach(one, strength)
+        equal = _kernel_reach(one, torch.ones_like(strength[:1]))
+        named |= {f"uniform_{name}": numbers[0] for name, numbers in equal.items()}
+        bank = rank_statistics(_bank_singular_values(weight.flatten(0, 1).flatten(1)), tolerance)
+        named |= {f"bank_{name}": number for name, number in bank.items()}
+        for name, numbers in named.items():
+            values.setdefault(name, []).append(numbers.cpu().numpy())
+    weights = "the weights by distance from the middle of the kernel"
+    texts: dict[str, tuple[tuple[str, ...], str, str]] = {
+        name: (("channel",), f"{text}, borders touching", "1") for name, text in _RANKS.items()
+    }
+    texts["mean_distance"] = (("channel",), "distance from the middle of the kernel, weighted by taps", "patches")
+    texts["mass"] = (("channel", "bin"), f"share of {weights}", "1")
+    texts["uniform_mean_distance"] = ((), "mean_distance of equal taps", "patches")
+    texts["uniform_mass"] = (("bin",), "mass of equal taps", "1")
+    texts |= {f"bank_{name}": ((), f"{text}, of filters by taps", "1") for name, text in _RANKS.items()}
+    return {
+        name: along_layer(values[name], dims, long_name=text, units=units)
+        for name, (dims, text, units) in texts.items()
+    }
+
+
+def _kernel_reach(one: _Convolution, strength: Tensor) -> dict[str, Tensor]:
+    """How taps of given strength `(channel, y, x)` spread over distances, at the places where they fall on the grid."""
+    uses, offset = [], []
+    for axis in (0, 1):
+        tap = torch.arange(one.kernel[axis], device=strength.device) * one.dilation[axis]
+        output = torch.arange(one.outputs[axis], device=strength.device) * one.stride[axis]
+        place = output[:, None] + tap - one.before[axis]
+        uses.append(((place >= 0) & (place < one.grid[axis])).sum(0))
+        offset.append((tap - tap[-1] / 2).double())
+    counted = strength * uses[0][:, None] * uses[1]
+    return mass_by_distance(counted.flatten(1), torch.hypot(offset[0][:, None], offset[1]).flatten())
+
+
+def _bank_singular_values(filters: Tensor) -> Tensor:
+    """Singular values of filters as rows `(filter, tap)`, to 1e-8 of the largest."""
+    tall = filters if len(filters) >= filters.shape[1] else filters.T
+    return torch.linalg.eigvalsh(tall.T @ tall).clamp_min(0).sqrt()
+
+
+def _filter_coordinates(found: Sequence[_Convolution]) -> dict[str, Any]:
+    """The coordinates along `layer` of convolutions."""
+
+    def numbers(long_name: str, values: list[int]) -> Any:
+        return "layer", values, {"long_name": long_name, "units": "1"}
+
+    return {
+        "layer": ("layer", np.arange(len(found)), {"long_name": "place in the order of the forward pass"}),
+        "layer_name": ("layer", [one.name for one in found], {"long_name": "path of the module"}),
+        "kind": ("layer", [one.kind for one in found], {"long_name": "kind of the unit"}),
+        "depth": ("layer", [one.depth for one in found], {"long_name": "normalised depth of the unit", "units": "1"}),
+        "grid_h": numbers("rows that the convolution reads", [one.grid[0] for one in found]),
+        "grid_w": numbers("columns that the convolution reads", [one.grid[1] for one in found]),
+        "outputs_h": numbers("rows that the convolution makes", [one.outputs[0] for one in found]),
+        "outputs_w": numbers("columns that the convolution makes", [one.outputs[1] for one in found]),
+        "kernel_h": numbers("rows of taps", [one.kernel[0] for one in found]),
+        "kernel_w": numbers("columns of taps", [one.kernel[1] for one in found]),
+        "inputs": numbers("channels that each channel reads", [one.weight.shape[1] for one in found]),
+    }
+
+
+# --- matrices ---------------------------------------------------------------------------------------
 
 
 def operator_statistics(operator: Tensor, grid: tuple[int, int]) -> xr.Dataset:
@@ -22,15 +601,16 @@ def operator_statistics(operator: Tensor, grid: tuple[int, int]) -> xr.Dataset:
 
     Mass is the share of the entries' absolute values. Nonlocality is the mean over queries of the distance to the
     keys, weighted by absolute values (d'Ascoli et al. 2021, eq. 8, where they are attention); queries that see
-    nothing, as some at the border of a shifted image, are left out.
+    nothing, as some at the border of a shifted image, are left out. Singular values above rounding errors count in
+    the matrix rank.
 
     Args:
         operator: `(query, key)`, `(head, query, key)` or `(layer, head, query, key)`.
         grid: rows and columns of places.
 
     Returns:
-        `mass` (head, y, x) by the key's offset from the query [patches]; `nonlocality` [patches], `matrix_rank` and
-        `stable_rank` (head); with a dimension `layer` before them if it was given.
+        `mass` (head, y, x) by the key's offset from the query [patches]; `nonlocality` [patches], `matrix_rank`,
+        `stable_rank` and `effective_rank` (head); with a dimension `layer` before them if it was given.
 
     Raises:
         ValueError: if the matrices are not between the places of the grid.
@@ -38,8 +618,8 @@ def operator_statistics(operator: Tensor, grid: tuple[int, int]) -> xr.Dataset:
     dims, matrices = _check(operator, grid)
     weight = matrices.abs()
     reach = (weight * distances(grid, device=weight.device)).sum(-1) / weight.sum(-1)
-    singular = torch.linalg.svdvals(matrices)
-    rounding = matrices.shape[-1] * torch.finfo(operator.dtype).eps * singular[..., :1]
+    rounding = matrices.shape[-1] * torch.finfo(operator.dtype).eps
+    ranks = rank_statistics(torch.linalg.svdvals(matrices), rounding)
     shares = weight.new_zeros(*weight.shape[:-2], (2 * grid[0] - 1) * (2 * grid[1] - 1))
     shares.index_add_(-1, _offset_index(grid).to(weight.device), weight.flatten(-2))
     shares = (shares / weight.sum((-2, -1))[..., None]).unflatten(-1, (2 * grid[0] - 1, 2 * grid[1] - 1))
@@ -48,12 +628,9 @@ def operator_statistics(operator: Tensor, grid: tuple[int, int]) -> xr.Dataset:
         {
             "mass": _variable((*dims, "y", "x"), shares, "share of the absolute weights that lies at this offset"),
             "nonlocality": _variable(dims, reach.nanmean(-1), "weighted distance from query to key", "patches"),
-            "matrix_rank": _variable(dims, (singular > rounding).sum(-1), "rank of the matrix"),
-            "stable_rank": _variable(
-                dims,
-                (singular / singular[..., :1]).square().sum(-1),
-                "sum of the squared singular values over the largest of them",
-            ),
+            "matrix_rank": _variable(dims, ranks["numerical_rank"].long(), "rank of the matrix"),
+            "stable_rank": _variable(dims, ranks["stable_rank"], _RANKS["stable_rank"]),
+            "effective_rank": _variable(dims, ranks["effective_rank"], _RANKS["effective_rank"]),
         },
         {
             "y": ("y", y, {"long_name": "rows from the query down to the key", "units": "patches"}),
@@ -72,25 +649,25 @@ def distance_profile(operator: Tensor, grid: tuple[int, int]) -> xr.Dataset:
         grid: rows and columns of places.
 
     Returns:
-        `mass` (head, bin), the share of the absolute weights in each ring, and `uniform_mass` (bin), that of equal
-        weights everywhere; `bin` is the distance, rounded [patches].
+        `mass` (head, bin), the share of the absolute weights in each ring, and `mean_distance` (head) [patches];
+        `uniform_mass` (bin) is that of equal weights everywhere; `bin` is the distance, rounded [patches].
 
     Raises:
         ValueError: if the matrices are not between the places of the grid.
     """
     dims, matrices = _check(operator, grid)
-    ring = distances(grid, device=matrices.device).round().long().flatten()
-    weight = matrices.abs().flatten(-2)
-    mass = weight.new_zeros(*weight.shape[:-1], int(ring.max()) + 1).index_add_(-1, ring, weight)
-    pairs = ring.bincount() / len(ring)
+    distance = distances(grid, device=matrices.device).double().flatten()
+    found = mass_by_distance(matrices.abs().flatten(-2), distance)
+    uniform = mass_by_distance(torch.ones_like(distance), distance)["mass"]
     ds = xr.Dataset(
         {
-            "mass": _variable(
-                (*dims, "bin"), mass / weight.sum(-1, keepdim=True), "share of the absolute weights at this distance"
+            "mass": _variable((*dims, "bin"), found["mass"], "share of the absolute weights at this distance"),
+            "mean_distance": _variable(
+                dims, found["mean_distance"], "distance from query to key, weighted by absolute weights", "patches"
             ),
-            "uniform_mass": _variable(("bin",), pairs, "share of the pairs of places at this distance"),
+            "uniform_mass": _variable(("bin",), uniform, "share of the pairs of places at this distance"),
         },
-        {"bin": ("bin", np.arange(len(pairs)), {"long_name": "distance from query to key", "units": "patches"})},
+        {"bin": ("bin", np.arange(len(uniform)), _BIN)},
     )
     return _finished(ds, "distance_profile", "Mass of token-mixing matrices by distance", grid)
 

@@ -1,0 +1,298 @@
+"""Every model of `models.py` times every probe that shares a pass: right numbers, or one sentence saying why not."""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+import torch
+import xarray as xr
+from models import MODELS, Model
+from oracles import Place
+from torch import Tensor, nn
+
+from vitprobe.calling import logits_of, targets_of
+from vitprobe.probes import FEATURE_PROBES, lesion, probe
+
+BATCHES = (4, 1)  # the first is what the model is traced on; the last is shorter, as that of a data set
+
+
+@dataclass
+class Run:
+    """One model with everything that was measured on it."""
+
+    entry: Model
+    model: nn.Module
+    whole: Any
+    batches: list[Any]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    bare: list[Tensor]
+    watched: list[Tensor]
+    found: xr.DataTree
+    again: xr.DataTree
+    left_out: dict[str, str]
+
+    def __getitem__(self, name: str) -> xr.Dataset:
+        """What one probe measured."""
+        return self.found[name].to_dataset()
+
+    @property
+    def units(self) -> list[Place]:
+        """The units that were found."""
+        measured = [name for name in ("fourier", "feature_variance") if name in self.found]
+        return places(self[measured[0]]) if measured else []
+
+    @property
+    def maps(self) -> list[Place]:
+        """The attention maps that were found."""
+        if "nonlocality" not in self.found:
+            return []
+        ds = self["nonlocality"]
+        heads = ds.nonlocality.notnull().sum("head").values
+        return [
+            Place("map", one.grid, one.prefix, int(count), int(windows))
+            for one, count, windows in zip(places(ds), heads, ds.windows.values, strict=True)
+        ]
+
+
+def places(ds: xr.Dataset) -> list[Place]:
+    """The layers of a dataset."""
+    columns = (ds[name].values for name in ("kind", "grid_h", "grid_w", "prefix"))
+    return [Place(str(kind), (int(h), int(w)), int(prefix)) for kind, h, w, prefix in zip(*columns, strict=True)]
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Everything of a model, and of the random number generators, that a measurement must leave alone."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    everywhere = vars(torch.nn.modules.module)
+    return {
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "buffers": {name: value.clone() for name, value in model.named_buffers()},
+        "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+        "wanted": {name: p.requires_grad for name, p in model.named_parameters()},
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "hooks": {name: [len(getattr(module, hook)) for hook in hooks] for name, module in model.named_modules()},
+        "global hooks": [len(everywhere[f"_global{hook}"]) for hook in hooks if f"_global{hook}" in everywhere],
+        "grad mode": torch.is_grad_enabled(),
+        "torch": torch.get_rng_state(),
+        "numpy": [torch.as_tensor(part) for part in np.random.get_state(legacy=False)["state"].values()],
+        "python": list(random.getstate()[1]),
+    }
+
+
+def measure(entry: Model) -> Run:
+    """Build a model and measure it twice with all probes, and once without any."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = entry.build()
+    oracles.enliven(model)
+    size = entry.image if isinstance(entry.image, tuple) else (entry.image, entry.image)
+    images = torch.randn(sum(BATCHES), 3, *size, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(len(images)) % 3
+    batches = [entry.batch(*part) for part in zip(images.split(BATCHES), labels.split(BATCHES), strict=True)]
+    model.eval()
+    with torch.no_grad():
+        bare = [logits_of(call(model, batch)).clone() for batch in batches]
+    # As in the middle of a training: in training mode but for a frozen part, with a gradient.
+    model.train()
+    part = next(model.children())
+    part.eval()
+    parameters = list(model.parameters())
+    parameters[0].requires_grad_(False)
+    parameters[-1].grad = torch.ones_like(parameters[-1])
+    watched: list[Tensor] = []
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        output = call(model, batch)
+        watched.append(logits_of(output).clone())
+        return output
+
+    before = state(model)
+    found, again = (probe(model, batches, list(every_probe()), forward=forward, missing="skip") for _ in range(2))
+    after = state(model)
+    model.eval()
+    left_out = json.loads(found.attrs.get("left_out", "{}"))
+    return Run(entry, model, entry.batch(images, labels), batches, before, after, bare, watched[1:3], found, again, left_out)
+
+
+def every_probe() -> list[Any]:
+    """One of each probe that shares a pass."""
+    options: dict[str, dict[str, Any]] = {"calibration": {"resamples": 10}}  # a thousand are a fifth of the time
+    return [probe_class(**options.get(name, {})) for name, probe_class in FEATURE_PROBES.items()]
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model on a batch, as its library wants it."""
+    return model(pixel_values=batch["pixel_values"]) if isinstance(batch, dict) else model(batch[0])
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Every model in turn, measured once for all tests and let go of before the next."""
+    yield measure(MODELS[request.param])
+
+
+@pytest.fixture(autouse=True)
+def known_faults(request: pytest.FixtureRequest, run: Run) -> None:
+    """Tests that a known fault of vitprobe lets fail, with the fault."""
+    test = request.node.originalname.removeprefix("test_")
+    if test in run.entry.faults:
+        request.applymarker(pytest.mark.xfail(reason=run.entry.faults[test], strict=True))
+
+
+def told(value: Any) -> Any:
+    """What the entry says, or a skip where it says nothing."""
+    if value is None or value == ():
+        pytest.skip("the entry does not say it")
+    return value
+
+
+def test_the_output_is_that_of_a_bare_call(run):
+    for watched, bare in zip(run.watched, run.bare, strict=True):
+        if run.entry.exact:
+            assert torch.equal(watched, bare)
+        else:  # evaluation takes PyTorch's fused encoder layer, which shows no attention and is not taken when watched
+            torch.testing.assert_close(watched, bare, rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_is_handed_back(run):
+    torch.testing.assert_close(run.after, run.before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_same_numbers_twice(run):
+    assert set(run.found) == set(run.again)
+    for name in run.found:
+        assert run.found[name].to_dataset().equals(run.again[name].to_dataset()), name
+    assert run.again.attrs.get("left_out") == run.found.attrs.get("left_out")
+
+
+def test_every_probe_measured_or_said_why_not(run):
+    assert set(run.found) | set(run.left_out) == set(FEATURE_PROBES)
+    for name in run.found:
+        ds = run[name]
+        assert any(ds[variable].notnull().any() for variable in ds.data_vars), name
+        for variable in ds.data_vars:
+            assert not np.isinf(ds[variable]).any(), (name, variable)
+            if str(variable).endswith("_se"):
+                assert (ds[variable].fillna(0) >= 0).all(), (name, variable)
+
+
+def test_refusals(run):
+    refused = oracles.NO_GATES | run.entry.refused if not run.entry.gates else run.entry.refused
+    assert set(run.left_out) == set(refused)
+    for name, reason in run.left_out.items():
+        assert refused[name] in reason
+        assert reason.startswith(f"{name}: ") and reason.endswith(".") and len(reason) < 400, reason
+    if refused:
+        with pytest.raises(ValueError) as raised:
+            probe(run.model, run.batches[1], every_probe(), progress=False)
+        assert str(raised.value) in run.left_out.values()
+
+
+def test_units(run):
+    told(run.entry.units)
+    assert oracles.say_units(run.units).split("; ") == run.entry.units.split("; ")
+
+
+def test_attention_maps(run):
+    assert oracles.say_maps(run.maps) == list(told(run.entry.maps))
+
+
+def test_what_was_left_out(run):
+    told(run.entry.maps)
+    skipped = json.loads(run[next(iter(run.found))].attrs["skipped"])
+    for piece, count in run.entry.skipped.items():
+        assert sum(piece in reason for reason in skipped) == count, skipped
+    assert len(skipped) == sum(run.entry.skipped.values()), skipped
+
+
+def test_activations(run):
+    taps = told(run.entry.taps)
+    units = oracles.parse_units(run.entry.units)
+    tapped = range(len(units)) if run.entry.tapped is None else run.entry.tapped
+    with torch.no_grad():
+        seen = oracles.record(run.model, taps, lambda model: call(model, run.whole))
+    assert len(seen) == len(tapped)
+    images = []
+    for unit, (x, nhwc) in zip(tapped, seen, strict=True):
+        if run.entry.to_image is not None:
+            x, nhwc = run.entry.to_image(run.model, unit, x), True
+        image = oracles.as_image(x, units[unit].grid, nhwc)
+        images.append(image[: BATCHES[0]])
+        rows, columns = image.shape[1:3]
+        check(run["feature_variance"].variance.isel(layer=unit), oracles.variance(image), rtol=1e-4)
+        if np.gcd(rows, columns) > 1:
+            check(run["fourier"].relative_log_amplitude.isel(layer=unit), oracles.half_diagonal(image), atol=2e-3)
+        whole = run["fourier_spectrum"].isel(layer=unit).sel(
+            y=np.fft.fftfreq(rows, 1 / rows).round(), x=np.fft.fftfreq(columns, 1 / columns).round()
+        )
+        check(whole.relative_log_amplitude, oracles.spectrum(image), atol=2e-3)
+    cka = run["cka"].cka.isel(layer=list(tapped), layer_other=list(tapped))
+    np.testing.assert_allclose(cka, [[oracles.alike(a, b) for b in images] for a in images], atol=1e-3)
+
+
+def check(measured: xr.DataArray, values: np.ndarray, rtol: float = 1e-3, atol: float = 1e-5) -> None:
+    """Whether a variable is the mean over images, and so on; NaN pads units that are smaller."""
+    np.testing.assert_allclose(measured.values[~np.isnan(measured.values)], values.mean(0).ravel(), rtol=rtol, atol=atol)
+
+
+def test_attention(run):
+    sites = oracles.parse_maps(told(run.entry.maps))
+    if not sites:
+        pytest.skip("no attention between patches")
+    with torch.no_grad():
+        maps = oracles.attention_maps(run.model, run.entry.attention, lambda model: call(model, run.whole))
+    places = [run.entry.places[i]() if i in run.entry.places else oracles.rows(s.grid, s.prefix) for i, s in enumerate(sites)]
+    wanted = [(site.windows, site.heads, lie.shape[1]) for site, lie in zip(sites, places, strict=True)]
+    chosen = oracles.choose(maps, wanted, sum(BATCHES), run.entry.heads_first)
+    for index, (site, map_, lie) in enumerate(zip(sites, chosen, places, strict=True)):
+        np.testing.assert_allclose(map_.sum(-1), 1, atol=1e-4)
+        looks = oracles.Looks(map_, lie)
+        here = {"layer": index, "head": slice(site.heads)}
+        nonlocality = run["nonlocality"]
+        check(nonlocality.nonlocality.isel(here), looks.distance())
+        check(nonlocality.prefix_mass.isel(here), looks.elsewhere())
+        np.testing.assert_allclose(nonlocality.uniform_nonlocality.isel(layer=index), looks.uniform(), rtol=1e-5)
+        check(run["attention_entropy"].entropy.isel(here), looks.entropy())
+        check(run["attention_maps"].attention.isel(here), looks.middle(site.grid))
+        mass = run["attention_offsets"].mass.isel(here).fillna(0)
+        check(mass, looks.offsets(mass.offset_y.values, mass.offset_x.values))
+
+
+def test_gates(run):
+    if not run.entry.gates:
+        pytest.skip("no gates")
+    gates = [p.sigmoid() for name, p in run.model.named_parameters() if name.endswith(("gating_param", "gate"))]
+    np.testing.assert_allclose(run["attention_gates"].gate, torch.stack(gates).detach().numpy(), atol=1e-4)
+
+
+def losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean negative log-likelihood."""
+    return -logits.double().log_softmax(1)[torch.arange(len(labels)), labels].mean()
+
+
+def test_answers(run):
+    logits = torch.cat(run.bare).double()
+    labels = torch.arange(len(logits)) % 3
+    measured = run["calibration"]
+    np.testing.assert_allclose(measured.nll, losses(logits, labels), rtol=1e-4)
+    np.testing.assert_allclose(measured.top1, (logits.argmax(1) == labels).double().mean(), rtol=1e-6)
+
+
+def test_lesions(run):
+    branches = told(run.entry.branches)
+    batch = run.batches[1]
+    found = lesion(run.model, batch, forward=call, progress=False)
+    removed = np.flatnonzero(found.removed == "residual branch")
+    assert len(removed)
+    for number, layer in enumerate(removed, start=1):
+        with torch.no_grad():
+            logits = logits_of(oracles.without(run.model, branches, number, lambda model: call(model, batch)))
+        wanted = losses(logits, targets_of(batch))
+        np.testing.assert_allclose(found.lesioned_nll[layer], wanted, rtol=1e-3, atol=1e-4, err_msg=str(number))
+    np.testing.assert_allclose(found.intact_nll, losses(run.bare[1], targets_of(batch)), rtol=1e-4)

@@ -1,0 +1,60 @@
+"""A number of each head by layer: a point per head, and the mean over heads as a line."""
+
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from vitprobe.figures.page import BLUE, VERMILION, interval, limit
+
+
+def heads_by_layer(
+    ax: Axes, runs: xr.Dataset, variable: str, *, color: str = BLUE, error: str = "", label: str = "mean over heads"
+) -> np.ndarray:
+    """Draw a variable `(run, layer, head)` by layer: a point per head and seed, and the mean over heads as a line.
+
+    Args:
+        ax: where to draw.
+        runs: the runs of one model, without padded layers.
+        variable: the variable.
+        color: of points, line and band.
+        error: the variable that is the standard error of the mean over heads, for the band of a single run.
+        label: of the line.
+
+    Returns:
+        What was drawn `(run, layer, head)`.
+    """
+    heads = runs[variable].transpose("run", "layer", "head")
+    layer = layers(runs)
+    # Heads have no order that two seeds share, so each is a point of its own.
+    spread = np.linspace(-0.15, 0.15, heads.sizes["head"])
+    x = np.broadcast_to(layer[:, None] + spread, heads.shape)
+    ax.scatter(x, heads, s=5, color=color, alpha=0.45, linewidths=0, zorder=3, label="head")
+    mean, half_width = interval(heads.mean("head").values)
+    if heads.sizes["run"] == 1 and error in runs:
+        half_width = runs[error].transpose("run", "layer").values[0]
+    ax.fill_between(layer, mean - half_width, mean + half_width, color=color, alpha=0.25, linewidth=0)
+    ax.plot(layer, mean, color=color, marker="o", markersize=3, zorder=4, label=label)
+    ax.set_xlabel("attention layer")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return heads.values
+
+
+def layers(runs: xr.Dataset) -> np.ndarray:
+    """The layers, counted from 1."""
+    return np.arange(1, runs.sizes["layer"] + 1)
+
+
+def against_uniform(ax: Axes, runs: xr.Dataset, variable: str, drawn: np.ndarray) -> None:
+    """Add what uniform attention would give, dashed, and let the ordinates begin at 0.
+
+    Args:
+        ax: where to draw.
+        runs: the runs of one model, without padded layers.
+        variable: that of uniform attention `(run, layer)`.
+        drawn: everything else that was drawn.
+    """
+    uniform = runs[variable].mean("run")
+    ax.plot(layers(runs), uniform, color=VERMILION, linestyle="--", zorder=2, label="uniform attention")
+    limit([ax], [drawn, uniform.values])
+    ax.set_ylim(bottom=0)
