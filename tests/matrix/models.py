@@ -42,6 +42,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 NO_MAPS = dict.fromkeys(
     ("nonlocality", "attention_entropy", "attention_offsets", "attention_maps"), "no attention maps between patches"
 )
+NO_ATTENTION = dict.fromkeys((*NO_MAPS, "attention_gates"), "the model has no attention")
 NO_UNITS = dict.fromkeys(("fourier", "fourier_spectrum", "feature_variance", "cka"), "no units")
 
 
@@ -212,6 +213,13 @@ def hiera_image(model: nn.Module, unit: int, x: Tensor) -> Tensor:
     return model.reroll(x, max(unit - 1, 0) // 2)
 
 
+def nest_image(model: nn.Module, unit: int, x: Tensor) -> Tensor:
+    """Blocks of timm's NesT in rows and columns, by its own function."""
+    from timm.models.nest import deblockify
+
+    return deblockify(x, 4)
+
+
 def hiera_places(side: int, strides: int, windows: int) -> np.ndarray:
     """Where the tokens of a map of timm's Hiera lie `(window, token, 2)`, by its own function."""
     from timm.models.hiera import Unroll
@@ -246,6 +254,8 @@ def windows_with_padding(side: int, window: int, shift: int = 0, padded_first: b
 
 
 BLOCKS = ("blocks.*.attn", "blocks.*.mlp")
+SWIN = inputs("layers.*.blocks.*.norm1", "layers.[12].downsample", "norm", nhwc=True)
+SWIN += inputs("layers.*.blocks.*.norm2")
 NORMS = inputs("blocks.*.norm1", "blocks.*.norm2", "norm")
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 64, "patch_size": 8}
 STAGES = {"depths": (1, 1, 2, 1), "dims": (16, 24, 32, 48)}
@@ -327,6 +337,8 @@ MODELS: dict[str, Model] = {
         maps=[],
         skipped={"channels": 1, "no patch does": 2},
         refused=NO_MAPS,
+        taps=inputs("blocks.*.norm[123]", "cls_attn_blocks.*.norm1", "norm"),
+        tapped=(0, 1, 2, 3, 5, 7),
     ),
     "timm volo": Model(
         timm_class(
@@ -374,12 +386,13 @@ MODELS: dict[str, Model] = {
         maps=["1 x 2 heads on 4x4 in 9 windows", "1 x 2 heads on 10x10"],
         places={0: partial(windows_with_padding, 10, 4)},
         branches=BLOCKS,
+        taps=inputs("blocks.*.norm[12]", nhwc=True) + outputs("blocks.1", nhwc=True),
     ),
     "timm mixer": Model(
         timm_class("mlp_mixer.MlpMixer", img_size=64, patch_size=8, num_blocks=3, embed_dim=32),
         units="8x8: stem mlp mlp mlp mlp mlp mlp",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=NORMS,
         branches=("blocks.*.mlp_tokens", "blocks.*.mlp_channels"),
     ),
@@ -387,7 +400,7 @@ MODELS: dict[str, Model] = {
         timm_class("convmixer.ConvMixer", dim=16, depth=3, kernel_size=5, patch_size=4),
         units="16x16: stem conv mlp conv mlp conv mlp",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("stem", "blocks.*.0", "blocks.*"),
     ),
     "timm crossvit": Model(
@@ -404,7 +417,7 @@ MODELS: dict[str, Model] = {
         120,
         units="",
         maps=["1 x 2 heads on 10x10+1", "2 x 2 heads on 7x7+1", "1 x 2 heads on 10x10+1", "2 x 2 heads on 7x7+1"],
-        skipped={"no patch does": 4},
+        skipped={"no patch does": 4, "more than one position": 1},
         refused=NO_UNITS,
     ),
     # timm: pyramids
@@ -417,14 +430,11 @@ MODELS: dict[str, Model] = {
         branches=("transformers.*.blocks.*.attn", "transformers.*.blocks.*.mlp"),
     ),
     "timm swin": Model(
-        timm_model(
-            "swin_tiny_patch4_window7_224", img_size=112, embed_dim=24, depths=(2, 2, 2), num_heads=(1, 2, 4)
-        ),
+        timm_model("swin_tiny_patch4_window7_224", img_size=112, embed_dim=24, depths=(2, 2, 2), num_heads=(1, 2, 4)),
         112,
         units="28x28: stem msa mlp msa mlp; 14x14: subsample msa mlp msa mlp; 7x7: subsample msa mlp msa mlp",
         maps=["2 x 1 head on 7x7 in 16 windows", "2 x 2 heads on 7x7 in 4 windows", "2 x 4 heads on 7x7"],
-        taps=inputs("layers.*.blocks.*.norm1", "layers.[12].downsample", "norm", nhwc=True)
-        + inputs("layers.*.blocks.*.norm2"),
+        taps=SWIN,
         branches=("layers.*.blocks.*.attn", "layers.*.blocks.*.mlp"),
     ),
     "timm swin, padded windows": Model(
@@ -444,6 +454,7 @@ MODELS: dict[str, Model] = {
             2: partial(windows_with_padding, 8, 5),
             3: partial(windows_with_padding, 8, 5, 2, padded_first=False),
         },
+        taps=SWIN,
     ),
     "timm swinv2": Model(
         timm_model(
@@ -513,6 +524,10 @@ MODELS: dict[str, Model] = {
     "timm mobilevit": Model(
         timm_model("mobilevit_xxs"),
         128,
+        units="64x64: stem conv; 32x32: subsample conv conv mlp; 16x16: subsample msa; 8x8: subsample msa; "
+        "4x4: subsample msa",
+        skipped={"attentions, since something leads around": 3},
+        taps=outputs("stem", "stages.[01].*", "stages.[234].0", "stages.[234].0.conv1_1x1", "final_conv"),
         maps=["2 x 4 heads on 8x8 in 4 windows", "4 x 4 heads on 4x4 in 4 windows", "3 x 4 heads on 2x2 in 4 windows"],
         places={i: partial(apart, 8 if i < 2 else 4 if i < 6 else 2, 2) for i in range(9)},
     ),
@@ -540,16 +555,13 @@ MODELS: dict[str, Model] = {
         taps=outputs("stem", "stages.[01].blocks.*", "stages.[23].blocks.*") + inputs("stages.[23].blocks.*.norm2"),
     ),
     "timm coat lite": Model(
-        timm_class(
-            "coat.CoaT", img_size=64, patch_size=4, embed_dims=[16, 32, 32, 32], serial_depths=[1, 2, 1, 1]
-        ),
+        timm_class("coat.CoaT", img_size=64, patch_size=4, embed_dims=[16, 32, 32, 32], serial_depths=[1, 2, 1, 1]),
         units="16x16+1: stem msa mlp; 8x8+1: subsample msa mlp conv msa mlp; 4x4+1: subsample msa mlp; "
         "2x2+1: subsample msa mlp",
         maps=[],
         skipped={"attend to": 5},
         refused=NO_MAPS,
-        taps=inputs("serial_blocks*.*.norm[12]", "patch_embed[234]", "norm4")
-        + outputs("serial_blocks2.0"),
+        taps=inputs("serial_blocks*.*.norm[12]", "patch_embed[234]", "norm4") + outputs("serial_blocks2.0"),
     ),
     "timm hiera": Model(
         timm_class("hiera.Hiera", img_size=(128, 128), embed_dim=16, num_heads=1, stages=(1, 2, 2, 2)),
@@ -616,7 +628,7 @@ MODELS: dict[str, Model] = {
         timm_class("metaformer.MetaFormer", **STAGES, downsample_norm=None),
         units="16x16: stem conv mlp; 8x8: subsample conv mlp; 4x4: subsample conv mlp conv mlp; 2x2: subsample conv mlp",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=inputs("stages.*.blocks.*.norm[12]", "stages.[123].downsample") + outputs("stages.3"),
     ),
     "timm caformer": Model(
@@ -631,9 +643,7 @@ MODELS: dict[str, Model] = {
         "4x4: subsample conv msa conv mlp conv msa conv mlp",
         maps=["1 x 1 head on 4x4 in 16 windows", "1 x 2 heads on 4x4 in 4 windows", "1 x 2 heads on 4x4"],
         skipped={"channels": 3},
-        taps=inputs(
-            "stages.*.blocks.*.*.cpe[12]", "stages.*.blocks.*.*.norm[12]", "stages.[123].downsample"
-        )
+        taps=inputs("stages.*.blocks.*.*.cpe[12]", "stages.*.blocks.*.*.norm[12]", "stages.[123].downsample")
         + outputs("stages.2"),
         branches=("stages.*.blocks.*.*.cpe[12].proj", "stages.*.blocks.*.*.attn", "stages.*.blocks.*.*.mlp"),
     ),
@@ -641,7 +651,7 @@ MODELS: dict[str, Model] = {
         timm_class("focalnet.FocalNet", depths=(1, 1, 2, 1), embed_dim=16),
         units="16x16: stem conv mlp; 8x8: subsample conv mlp; 4x4: subsample conv mlp conv mlp; 2x2: subsample conv mlp",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=inputs("layers.*.blocks.*.norm[12]", "layers.[123].downsample", "norm"),
     ),
     "timm gcvit": Model(
@@ -654,8 +664,14 @@ MODELS: dict[str, Model] = {
             num_heads=(1, 2, 2),
             window_size=None,
         ),
-        units="32x32: stem conv; 16x16: subsample msa mlp msa mlp conv; 8x8: subsample msa mlp msa mlp conv; "
-        "4x4: subsample msa mlp msa mlp",
+        # The global query of a stage, made from its input, leads around all of its blocks but the last MLP.
+        units="32x32: stem conv; 16x16: subsample msa mlp conv; 8x8: subsample msa mlp conv; 4x4: subsample msa mlp",
+        maps=["1 x 1 head on 2x2 in 64 windows", "1 x 2 heads on 2x2 in 16 windows", "2 x 2 heads on 4x4"],
+        skipped={"attentions, since something leads around": 3, "different places": 2},
+        taps=outputs("stem.down.norm1")
+        + inputs("stem.down.reduction", "stages.*.downsample.reduction")
+        + inputs("stages.*.blocks.0.norm1", "stages.*.blocks.1.norm2", nhwc=True)
+        + outputs("stages.*.blocks.1", nhwc=True),
     ),
     "timm tiny_vit": Model(
         timm_class(
@@ -677,7 +693,7 @@ MODELS: dict[str, Model] = {
         units="32x32: stem; 16x16: subsample mlp conv conv; 8x8: subsample mlp conv conv; 4x4: subsample mlp conv conv; "
         "2x2: subsample mlp conv conv conv mlp",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("stages.*.blocks.*", "stages.*.blocks.*.token_mixer"),
         tapped=(3, 4, 7, 8, 11, 12, 15, 16),
     ),
@@ -695,10 +711,16 @@ MODELS: dict[str, Model] = {
         maps=["1 x 1 head on 4x4 in 16 windows", "2 x 2 heads on 4x4 in 4 windows", "1 x 2 heads on 4x4"],
         heads_first=True,
         branches=("levels.*.transformer_encoder.*.attn", "levels.*.transformer_encoder.*.mlp"),
+        taps=inputs("levels.*.transformer_encoder.*.norm[12]"),
+        tapped=(0, 1, 3, 4, 5, 6, 8, 9),
+        to_image=nest_image,
     ),
     "timm mvitv2": Model(
         mvitv2,
         units="16x16: stem msa mlp; 8x8: subsample mlp msa mlp; 4x4: subsample mlp msa mlp; 2x2: subsample mlp",
+        maps=["1 x 2 heads on 8x8", "1 x 4 heads on 4x4"],
+        skipped={"different grids": 4},
+        taps=inputs("stages.*.blocks.*.norm[12]", "norm"),
     ),
     "timm visformer": Model(
         timm_class(
@@ -729,6 +751,7 @@ MODELS: dict[str, Model] = {
         "4x4: subsample conv mlp conv mlp msa conv mlp conv mlp msa conv mlp conv mlp; "
         "2x2: subsample conv mlp conv mlp msa conv mlp",
         maps=["2 x 1 head on 4x4 in 4 windows", "4 x 1 head on 4x4", "2 x 1 head on 2x2"],
+        skipped={"attentions, since something leads around": 4},  # a head feeds the next
         taps=outputs(
             "patch_embed",
             "stages.*.blocks.*.dw[01]",
@@ -751,13 +774,20 @@ MODELS: dict[str, Model] = {
         units="8x8: stem conv mlp conv mlp; 4x4: subsample conv mlp conv msa mlp conv msa mlp conv mlp; "
         "2x2: subsample conv mlp conv msa mlp",
         maps=["2 x 1 head on 4x4", "1 x 1 head on 2x2"],
+        taps=outputs(
+            "patch_embed",
+            "stages.*.blocks.*.conv",
+            "stages.[12].blocks.*.mixer",
+            "stages.*.blocks.*.ffn",
+            "stages.[12].downsample.*",
+        ),
     ),
     # timm: convolutions
     "timm convnext": Model(
         timm_class("convnext.ConvNeXt", **STAGES),
         units="16x16: stem conv; 8x8: subsample conv; 4x4: subsample conv conv; 2x2: subsample conv",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("stem", "stages.[123].downsample", "stages.*.blocks.*"),
         branches=("stages.*.blocks.*.mlp",),
     ),
@@ -765,7 +795,7 @@ MODELS: dict[str, Model] = {
         timm_model("resnet18"),
         units="16x16: stem conv conv; 8x8: subsample conv; 4x4: subsample conv; 2x2: subsample conv",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("maxpool") + inputs("layer*.*.act2"),
         branches=("layer*.*.bn2",),
     ),
@@ -773,7 +803,7 @@ MODELS: dict[str, Model] = {
         timm_model("resnetv2_18", layers=[1, 2, 1, 1], channels=(16, 32, 64, 64)),
         units="16x16: stem conv; 8x8: subsample conv; 4x4: subsample; 2x2: subsample",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("stages.0.blocks.0.norm1", "stages.*.blocks.*"),  # its first branches part after the first norm
         branches=("stages.*.blocks.*.conv2",),
     ),
@@ -782,14 +812,14 @@ MODELS: dict[str, Model] = {
         units="32x32: stem; 16x16: subsample; 8x8: subsample; 4x4: subsample conv conv conv; "
         "2x2: subsample conv conv conv conv conv conv",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("stem") + inputs("s*.b*.act3"),
     ),
     "timm densenet": Model(
         timm_class("densenet.DenseNet", growth_rate=8, block_config=(2, 2, 2, 2)),
         units="16x16: stem conv; 8x8: subsample conv; 4x4: subsample conv; 2x2: subsample conv",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("features.pool0", "features.transition*.norm", "features.transition*", "features.norm5"),
     ),
     "timm efficientnet": Model(
@@ -797,8 +827,8 @@ MODELS: dict[str, Model] = {
         units="16x16: stem conv; 8x8: subsample conv; 4x4: subsample conv conv conv conv conv; "
         "2x2: subsample conv conv conv conv",
         maps=[],
-        refused=NO_MAPS,
-        taps=outputs("blocks.[1-6].*", "bn2"),
+        refused=NO_ATTENTION,
+        taps=outputs("blocks.[1-5].*", "bn2"),
     ),
     # torchvision
     "torchvision vit": Model(
@@ -834,25 +864,33 @@ MODELS: dict[str, Model] = {
             2: partial(windows_with_padding, 8, 6),
             3: partial(windows_with_padding, 8, 6, 3),
         },
+        taps=inputs("features.*.*.attn", "features.*.*.mlp", "features.2", "norm", nhwc=True),
     ),
     "torchvision maxvit": Model(
         torchvision_maxvit,
         units="32x32: stem; 16x16: subsample msa mlp msa mlp; 8x8: subsample msa mlp msa mlp conv msa mlp msa mlp",
         maps=["2 x 2 heads on 4x4 in 16 windows", "4 x 4 heads on 4x4 in 4 windows"],
         places={1: partial(apart, 4, 4), 3: partial(apart, 4, 2), 5: partial(apart, 4, 2)},
+        taps=outputs(
+            "stem",
+            "blocks.*.layers.*.layers.MBconv",
+            "blocks.*.layers.*.layers.window_attention",
+            "blocks.*.layers.*.layers.grid_attention",
+        ),
+        tapped=(0, 1, 3, 5, 6, 8, 10, 11, 13, 15),
     ),
     "torchvision convnext": Model(
         torchvision_convnext,
         units="16x16: stem conv; 8x8: subsample conv conv; 4x4: subsample conv",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("features.[024]", "features.[135].*"),
     ),
     "torchvision resnet": Model(
         torchvision_resnet,
         units="16x16: stem conv; 8x8: subsample; 4x4: subsample; 2x2: subsample",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("maxpool"),
         tapped=(0,),
     ),
@@ -861,7 +899,7 @@ MODELS: dict[str, Model] = {
         56,
         units="28x28: stem; 14x14: subsample conv; 7x7: subsample",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("features.3", "features.7", "features.10", "avgpool"),
     ),
     # transformers
@@ -916,7 +954,7 @@ MODELS: dict[str, Model] = {
         batch=pixel_values,
         units="16x16: stem conv; 8x8: subsample conv conv; 4x4: subsample conv",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs(
             "convnext.embeddings",
             "convnext.encoder.stages.*.layers.*",
@@ -924,9 +962,7 @@ MODELS: dict[str, Model] = {
         ),
     ),
     "transformers segformer": Model(
-        hugging_face(
-            "Segformer", depths=[1, 1, 1, 1], hidden_sizes=[16, 32, 32, 64], num_attention_heads=[1, 2, 2, 4]
-        ),
+        hugging_face("Segformer", depths=[1, 1, 1, 1], hidden_sizes=[16, 32, 32, 64], num_attention_heads=[1, 2, 2, 4]),
         batch=pixel_values,
         units="16x16: stem msa conv; 8x8: subsample msa conv; 4x4: subsample msa conv; 2x2: subsample msa conv",
         maps=["1 x 4 heads on 2x2"],
@@ -947,6 +983,9 @@ MODELS: dict[str, Model] = {
         maps=["1 x 4 heads on 2x2+1"],
         skipped={"different grids": 3},
         attention="transformers",
+        taps=inputs(
+            "pvt.encoder.block.*.0.layer_norm_[12]", "pvt.encoder.patch_embeddings.[123]", "pvt.encoder.layer_norm"
+        ),
     ),
     # PyTorch itself, and by hand
     "nn.TransformerEncoder": Model(
@@ -956,6 +995,7 @@ MODELS: dict[str, Model] = {
         maps=["2 x 2 heads on 4x4"],
         attention="mha",
         exact=False,
+        taps=inputs("encoder", "encoder.layers.*.norm[12]"),
     ),
     "nn.TransformerEncoder, pre-norm": Model(
         partial(transformer_encoder, True),
@@ -1027,7 +1067,7 @@ MODELS: dict[str, Model] = {
         16,
         units="16x16: stem conv mlp conv mlp conv mlp conv mlp",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("stem", "blocks.*") + inputs("blocks.*.channel"),
     ),
     "vitprobe resnet": Model(
@@ -1035,7 +1075,7 @@ MODELS: dict[str, Model] = {
         16,
         units="16x16: stem conv conv conv; 8x8: subsample conv conv",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=outputs("stem", "stages.*.*"),
     ),
     "vitprobe alternet": Model(
@@ -1052,7 +1092,7 @@ MODELS: dict[str, Model] = {
         32,
         units="8x8: stem mlp mlp mlp mlp",
         maps=[],
-        refused=NO_MAPS,
+        refused=NO_ATTENTION,
         taps=inputs("blocks.*.token_norm", "blocks.*.channel_norm", "norm"),
     ),
 }

@@ -17,7 +17,7 @@ from scipy.special import entr
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-NO_GATES = {"attention_gates": "gate"}
+NO_GATES = {"attention_gates": "gated sum"}
 
 # --- what is written in the list of models ----------------------------------------------------------
 
@@ -123,7 +123,11 @@ def record(model: nn.Module, taps: Sequence[Tap], call: Callable[[nn.Module], An
     seen: list[tuple[Tensor, bool]] = []
 
     def first(value: Any) -> Tensor:
-        return value if isinstance(value, Tensor) else first(next(iter(value.values() if isinstance(value, dict) else value)))
+        return (
+            value
+            if isinstance(value, Tensor)
+            else first(next(iter(value.values() if isinstance(value, dict) else value)))
+        )
 
     def keep(value: Any, nhwc: bool) -> None:
         seen.append((first(value).detach().clone(), nhwc))

@@ -1,7 +1,7 @@
 """The table of the matrix, for the README: what is found in every model, and what is left out.
 
-    python tests/matrix/table.py            prints it
-    python tests/matrix/table.py --write    puts it into README.md, between its markers
+python tests/matrix/table.py            prints it
+python tests/matrix/table.py --write    puts it into README.md, between its markers
 """
 
 import json

@@ -117,7 +117,9 @@ def measure(entry: Model) -> Run:
     after = state(model)
     model.eval()
     left_out = json.loads(found.attrs.get("left_out", "{}"))
-    return Run(entry, model, entry.batch(images, labels), batches, before, after, bare, watched[1:3], found, again, left_out)
+    return Run(
+        entry, model, entry.batch(images, labels), batches, before, after, bare, watched[1:3], found, again, left_out
+    )
 
 
 def every_probe() -> list[Any]:
@@ -228,8 +230,10 @@ def test_activations(run):
         check(run["feature_variance"].variance.isel(layer=unit), oracles.variance(image), rtol=1e-4)
         if np.gcd(rows, columns) > 1:
             check(run["fourier"].relative_log_amplitude.isel(layer=unit), oracles.half_diagonal(image), atol=2e-3)
-        whole = run["fourier_spectrum"].isel(layer=unit).sel(
-            y=np.fft.fftfreq(rows, 1 / rows).round(), x=np.fft.fftfreq(columns, 1 / columns).round()
+        whole = (
+            run["fourier_spectrum"]
+            .isel(layer=unit)
+            .sel(y=np.fft.fftfreq(rows, 1 / rows).round(), x=np.fft.fftfreq(columns, 1 / columns).round())
         )
         check(whole.relative_log_amplitude, oracles.spectrum(image), atol=2e-3)
     cka = run["cka"].cka.isel(layer=list(tapped), layer_other=list(tapped))
@@ -238,7 +242,9 @@ def test_activations(run):
 
 def check(measured: xr.DataArray, values: np.ndarray, rtol: float = 1e-3, atol: float = 1e-5) -> None:
     """Whether a variable is the mean over images, and so on; NaN pads units that are smaller."""
-    np.testing.assert_allclose(measured.values[~np.isnan(measured.values)], values.mean(0).ravel(), rtol=rtol, atol=atol)
+    np.testing.assert_allclose(
+        measured.values[~np.isnan(measured.values)], values.mean(0).ravel(), rtol=rtol, atol=atol
+    )
 
 
 def test_attention(run):
@@ -247,7 +253,9 @@ def test_attention(run):
         pytest.skip("no attention between patches")
     with torch.no_grad():
         maps = oracles.attention_maps(run.model, run.entry.attention, lambda model: call(model, run.whole))
-    places = [run.entry.places[i]() if i in run.entry.places else oracles.rows(s.grid, s.prefix) for i, s in enumerate(sites)]
+    places = [
+        run.entry.places[i]() if i in run.entry.places else oracles.rows(s.grid, s.prefix) for i, s in enumerate(sites)
+    ]
     wanted = [(site.windows, site.heads, lie.shape[1]) for site, lie in zip(sites, places, strict=True)]
     chosen = oracles.choose(maps, wanted, sum(BATCHES), run.entry.heads_first)
     for index, (site, map_, lie) in enumerate(zip(sites, chosen, places, strict=True)):

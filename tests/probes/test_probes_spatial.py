@@ -150,9 +150,9 @@ def test_statistics_of_nothing_and_of_another_grid():
 # --- ranks ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
-    st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.floats(1e-3, 1e3), st.integers(0, 2**16),
+    *(st.integers(1, 8) for _ in range(3)), st.floats(1e-3, 1e3), st.integers(0, 2**16),
 )  # fmt: skip
 def test_ranks_are_those_of_numpy_between_1_and_the_rank_and_free_of_scale(rows, columns, rank, scale, seed):
     matrix = normal(rows, rank, seed=seed).double() @ normal(rank, columns, seed=seed + 1).double()
@@ -315,39 +315,41 @@ def test_windows_may_be_dilated_and_padded():
     assert found.uniform_mean_distance.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("boundary", ["sink", "circular"])
-def test_heads_that_are_a_convolution_look_at_one_offset(boundary):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convolution = convolution_as_attention(
-                normal(4, 2, 3, 3), image_size=(10, 12), patch_size=2, boundary=boundary
-            )
-            self.head = nn.Linear(4, 3)
+class Convolved(nn.Module):
+    """An attention over patches of 2x2 pixels that is a convolution, and a mean over pixels."""
 
-        def forward(self, x):
-            return self.head(self.convolution(x).mean((2, 3)))
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(4, 3)
 
-    found = spatial_operators(Net(), normal(2, 2, 10, 12), progress=False).isel(layer=0)
-    taps = itertools.product((-1, 0, 1), repeat=2)
-    for head, (y, x) in enumerate(taps):
+    def forward(self, x):
+        return self.head(self.layer(x).mean((2, 3)))
+
+
+OFFSETS = list(itertools.product((-1, 0, 1), repeat=2))
+
+
+def test_heads_that_are_a_convolution_with_zeros_around_look_at_one_offset():
+    layer = convolution_as_attention(normal(4, 2, 3, 3), image_size=(10, 12), patch_size=2)
+    maps = layer.weights(normal(2, 2, 10, 12)).detach()[:, None].expand(2, -1, -1, -1, -1)
+    found = measured(SpatialOperators(), maps, (5, 6), sink=True).isel(layer=0)
+    for head, (y, x) in enumerate(OFFSETS):
         here = found.isel(head=head)
-        if boundary == "sink":
-            inside = (5 - abs(y)) * (6 - abs(x))
-            assert here.mean_distance.item() == pytest.approx(math.hypot(y, x), abs=1e-4)
-            assert here.mass.sel(bin=round(math.hypot(y, x))).item() == pytest.approx(1, abs=1e-4)
-        else:  # one row or column goes around the border
-            inside = 30
-            far = [math.hypot(4 if wraps_y else y, 5 if wraps_x else x) for wraps_y, wraps_x in _wraps(y, x)]
-            assert here.mean_distance.item() == pytest.approx(np.mean(far), abs=1e-4)
-        for name in RANKS:
-            assert here[name].item() == pytest.approx(inside, rel=1e-4)
+        assert here.mean_distance.item() == pytest.approx(math.hypot(y, x), abs=1e-4)
+        assert here.mass.sel(bin=round(math.hypot(y, x))).item() == pytest.approx(1, abs=1e-4)
+        for name in RANKS:  # queries whose key is outside see nothing
+            assert here[name].item() == pytest.approx((5 - abs(y)) * (6 - abs(x)), rel=1e-4)
     np.testing.assert_allclose(found.fixed_power, 1, rtol=1e-5)
 
 
-def _wraps(y, x):
-    """Whether a look at an offset goes around the border, for each query of 5 rows and 6 columns."""
-    return [(not 0 <= row + y < 5, not 0 <= column + x < 6) for row in range(5) for column in range(6)]
+def test_heads_that_are_a_circular_convolution_have_full_rank():
+    layer = convolution_as_attention(normal(4, 2, 3, 3), image_size=(10, 12), patch_size=2, boundary="circular")
+    found = spatial_operators(Convolved(layer), normal(2, 2, 10, 12), progress=False).isel(layer=0)
+    for name in RANKS:
+        np.testing.assert_allclose(found[name], 30, rtol=1e-4)
+    for head, (y, x) in enumerate(OFFSETS):  # a row or column goes around the border
+        far = [math.hypot((row + y) % 5 - row, (column + x) % 6 - column) for row in range(5) for column in range(6)]
+        assert found.mean_distance[head].item() == pytest.approx(np.mean(far), abs=1e-4)
 
 
 def test_impulse_heads_look_at_the_distance_of_their_tap():
@@ -360,15 +362,14 @@ def test_impulse_heads_look_at_the_distance_of_their_tap():
     inside = 1 - achieved.outside_share
     on_target = achieved.mass * inside
     mass = found.mass.isel(bin=ring)
-    assert (on_target > 0.8).all()
+    assert (on_target > 0.7).all()
     assert (mass >= on_target - 1e-5).all() and (mass > 5 * found.uniform_mass.isel(bin=ring)).all()
-    assert (found.stable_rank > 0.7 * 64 * inside**2).all()  # a shift has a rank of 64 less what is outside
+    np.testing.assert_array_equal(found.numerical_rank, 64 * inside)  # of a shift, the queries whose key is inside
+    np.testing.assert_allclose(found.effective_rank, 64 * inside, rtol=0.03)
 
 
 def test_too_many_maps_for_memory_have_fewer_groups_or_are_left_out(monkeypatch):
     maps = random_maps(16, 1, 1, 9)
-    options = {"sites": 2}
-    del options
     full = measured(SpatialOperators(), maps, (3, 3))
     monkeypatch.setattr(spatial, "MEMORY", 8 * 81 * 4)
     fewer = measured(SpatialOperators(), maps, (3, 3), chunk=3).isel(layer=0, head=0)
@@ -376,7 +377,7 @@ def test_too_many_maps_for_memory_have_fewer_groups_or_are_left_out(monkeypatch)
     _, error = left_out(maps[:, 0, 0].numpy(), lambda some: ranks_by_numpy(some.mean(0))[0], groups=4)
     assert fewer.stable_rank_se.item() == pytest.approx(error, rel=1e-6)
     monkeypatch.setattr(spatial, "MEMORY", 8 * 80)
-    with pytest.raises(ValueError, match="mean maps alone take .* give maps='each'"):
+    with pytest.raises(ValueError, match=r"mean maps alone take .* give maps='each'"):
         measured(SpatialOperators(), maps, (3, 3))
     model = create_model("vit_nano", image_size=16, seed=0)
     tree = probe(model, images(), [SpatialOperators(), FeatureVariance()], missing="skip", progress=False)
@@ -386,12 +387,10 @@ def test_too_many_maps_for_memory_have_fewer_groups_or_are_left_out(monkeypatch)
 
 def test_groups_that_were_begun_are_merged(monkeypatch):
     """A second layer that does not fit beside the first one's groups halves them all."""
-    maps = random_maps(12, 1, 2, 17, spread=1.0)
     model = create_model("vit", image_size=16, patch_size=4, dim=12, heads=2, depth=2, seed=0)
     wide = spatial_operators(model, images(12), progress=False)
     monkeypatch.setattr(spatial, "MEMORY", 8 * 8 * 2 * 256)  # eight groups of one layer
     narrow = spatial_operators(model, images(12).split(5), progress=False)
-    assert len(maps) == 12
     np.testing.assert_allclose(narrow.stable_rank, wide.stable_rank, rtol=1e-6)
     np.testing.assert_allclose(narrow.mean_distance, wide.mean_distance, rtol=1e-6)
     assert np.isfinite(narrow.mean_distance_se).all() and not np.allclose(

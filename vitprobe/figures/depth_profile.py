@@ -42,7 +42,8 @@ def depth_profile(axes: Sequence[Axes], panels: Sequence[Model], variable: str, 
         standard_error = model.runs[f"{variable}_se"].transpose("run", "layer").values
         line_with_band(ax, depth, seeds, standard_error, BLUE)
         unit_interval(ax, "depth")
-        limit([ax], [seeds])
+        band = [seeds - standard_error, seeds + standard_error] if len(seeds) == 1 else []
+        limit([ax], [seeds, *band])
     axes[0].set_ylabel(ylabel)
 
 

@@ -13,7 +13,7 @@ from vitprobe.figures.fourier import DEPTH_COLORS
 from vitprobe.figures.page import BLUE, GREY, VERMILION, Model, columns, interval, limit, models, note, style
 
 HEIGHT = 1.9  # inches of a row
-MANY = 16  # heads or channels of a layer: so many lines can be told apart
+MANY = 16  # heads of a layer: so many lines can be told apart
 SINGLE = "Bars of a single run: standard error over images."
 
 
@@ -43,7 +43,7 @@ def spatial_operators(ds: xr.Dataset) -> Figure:
                     ax.set_ylim(-0.05, 1.05)
                 ax.set_xlabel("attention layer")
             row[0].set_ylabel(label)
-        _legend(figure, {"one head": {"linewidth": 0.5}, "mean over heads": {"linewidth": 1.4}}, "uniform attention")
+        _legend(figure, {"one head": 0.5, "mean over heads": 1.4}, "uniform attention")
         note(figure, panels, single=SINGLE)
     return figure
 
@@ -61,7 +61,7 @@ def filter_statistics(ds: xr.Dataset) -> Figure:
     with style():
         panels = models(ds)
         figure, axes = columns(panels, rows=2, height=HEIGHT)
-        _profiles(figure, axes[0], panels, "channel", "distance from the middle [grid places]")
+        _profiles(figure, axes[0], panels, "channel", "distance [places of the grid]")
         axes[0, 0].set_ylabel("share of taps' weight")
         for ax, model in zip(axes[1], panels, strict=True):
             rank = model.runs["bank_stable_rank"].transpose("run", "layer").values
@@ -72,11 +72,11 @@ def filter_statistics(ds: xr.Dataset) -> Figure:
             ax.plot(layer, mean, color=BLUE, marker="o", markersize=3, zorder=4)
             ax.plot(layer, taps, color=VERMILION, linestyle="none", marker="_", markersize=5, zorder=2)
             _ranks(ax, np.concatenate([rank.ravel(), taps]))
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            _by_layer(ax, len(layer))
             ax.set_xlabel("convolution")
         axes[1, 0].set_ylabel("stable rank of the filters")
         handle = Line2D([], [], color=VERMILION, linestyle="none", marker="_", markersize=5, label="number of taps")
-        _legend(figure, {"mean over channels": {"linewidth": 1.4}}, "equal taps", handle)
+        _legend(figure, {"mean over channels": 1.4}, "equal taps", handle)
         note(figure, panels)
     return figure
 
@@ -91,7 +91,7 @@ def _profiles(figure: Figure, axes: np.ndarray, panels: list[Model], each: str, 
         for at, layer in zip(depth, mass, strict=True):
             lines = layer.reshape(-1, len(distance))
             lines = lines[np.isfinite(lines).any(1)]  # other layers have more heads or channels
-            if layer.shape[1] <= MANY:
+            if each == "head" and layer.shape[1] <= MANY:
                 ax.plot(distance, lines.T, color=DEPTH_COLORS(at), linewidth=0.4, alpha=0.5, zorder=2)
             ax.plot(distance, lines.mean(0), color=DEPTH_COLORS(at), linewidth=1.3, zorder=3)
         uniform = model.runs["uniform_mass"].transpose("run", "layer", "bin").values.reshape(-1, len(distance))
@@ -108,15 +108,22 @@ def _heads(ax: Axes, model: Model, variable: str) -> None:
     """A number of each head by layer, with the mean over heads and its interval over seeds."""
     heads = model.runs[variable].transpose("run", "layer", "head").values
     layer = np.arange(1, heads.shape[1] + 1)
+    heads = heads[:, :, np.isfinite(heads).any((0, 1))]  # other models have more
     # Heads have no order that two seeds share, so each is a point of its own.
     x = np.broadcast_to(layer[:, None] + np.linspace(-0.2, 0.2, heads.shape[2]), heads.shape)
     if len(heads) == 1:
-        error = model.runs[f"{variable}_se"].transpose("run", "layer", "head").values
+        error = model.runs[f"{variable}_se"].transpose("run", "layer", "head").values[:, :, : heads.shape[2]]
         ax.errorbar(x.ravel(), heads.ravel(), error.ravel(), fmt="none", ecolor=BLUE, elinewidth=0.5, alpha=0.45)
     ax.scatter(x, heads, s=5, color=BLUE, alpha=0.45, linewidths=0, zorder=3)
     mean, half_width = interval(np.nanmean(heads, 2))
     ax.fill_between(layer, mean - half_width, mean + half_width, color=BLUE, alpha=0.25, linewidth=0)
     ax.plot(layer, mean, color=BLUE, marker="o", markersize=3, zorder=4)
+    _by_layer(ax, len(layer))
+
+
+def _by_layer(ax: Axes, layers: int) -> None:
+    """Abscissae of layers, numbered from 1."""
+    ax.set_xlim(0.5, layers + 0.5)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -130,7 +137,7 @@ def _ranks(ax: Axes, ranks: np.ndarray) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
 
 
-def _legend(figure: Figure, lines: dict[str, dict[str, float]], uniform: str, *others: Line2D) -> None:
-    handles = [Line2D([], [], color=GREY, label=label, **look) for label, look in lines.items()]
+def _legend(figure: Figure, widths: dict[str, float], uniform: str, *others: Line2D) -> None:
+    handles = [Line2D([], [], color=GREY, label=label, linewidth=width) for label, width in widths.items()]
     dashed = Line2D([], [], color=GREY, linewidth=0.9, linestyle="--", label=uniform)
     figure.legend(handles=[*handles, dashed, *others], loc="outside upper center", ncols=3)
