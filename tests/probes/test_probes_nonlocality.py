@@ -8,7 +8,10 @@ import torch
 from fixed_maps import FixedMap, by_loops, dilated, measured, random_maps
 from torch import nn
 
+from vitprobe.attach import Intervention, plan
+from vitprobe.calling import default_forward, untouched
 from vitprobe.models import create_model
+from vitprobe.models.attention import Attention, GaussianPosition, Neighbourhood
 from vitprobe.probes import Nonlocality, nonlocality
 from vitprobe.probes.nonlocality import distances, uniform_nonlocality
 from vitprobe.results import check
@@ -261,3 +264,40 @@ def test_inputs_as_the_published_code_logs_them(pool):
 def test_inputs_that_are_none():
     with pytest.raises(ValueError, match=r"unknown inputs 'embedding'.*Known: layer, patch embedding"):
         nonlocality(create_model("vit_nano", image_size=8, seed=0), torch.zeros(1, 3, 8, 8), inputs="embedding")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sink": True},
+        {"mask": Neighbourhood((4, 4), 3, boundary="zero")},
+        {"position": GaussianPosition((4, 4), 2), "gate": 0.5, "mask": Neighbourhood((4, 4), 3, boundary="zero")},
+    ],
+)
+def test_what_a_sink_takes_is_no_distance(options):
+    """Against the maps that the attention gives as a function, whose rows sum to less than one."""
+    torch.manual_seed(0)
+
+    class Sunk(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.attention, self.head = nn.Conv2d(3, 8, 4, 4), Attention(8, 2, **options), nn.Linear(8, 2)
+
+        def forward(self, x):
+            x = self.tokens = self.embed(x).flatten(2).transpose(1, 2)
+            return self.head((x + self.attention(x)).mean(1))
+
+    model, x = Sunk(), torch.randn(3, 3, 16, 16)
+    found = nonlocality(model, x, progress=False).isel(layer=0)
+    with torch.no_grad():
+        maps = model.attention.weights(model.tokens)
+    mass = maps.sum(-1)
+    assert float(mass.mean()) < 0.99
+    distance = ((maps * distances((4, 4))).sum(-1) / mass).mean((0, 2))
+    np.testing.assert_allclose(found.nonlocality, distance, rtol=1e-5)
+    np.testing.assert_allclose(found.prefix_mass, 1 - mass.mean((0, 2)), rtol=1e-5)
+    # Maps handed back as they are change nothing, sink or not.
+    with untouched(model):
+        planned = plan(model, x)
+        same = Intervention(model, planned, sites=planned.attentions, edit=lambda site, maps, parts: maps)
+        torch.testing.assert_close(same(default_forward, model, x), model(x))

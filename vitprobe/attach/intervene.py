@@ -155,7 +155,12 @@ class Intervention(Clock):
 
         def edited(maps: Tensor) -> Tensor:
             first, *others = (site.by_image(x.expand(maps.shape)) for x in (maps, *parts))
-            return site.as_in_pass(edit(site, first, tuple(others)).to(maps.dtype), maps.shape)
+            sunk = maps[..., maps.shape[-1] - site.extra_keys :]
+            changed = edit(site, first, tuple(others)).to(maps.dtype)
+            changed = site.as_in_pass(changed, (*maps.shape[:-1], maps.shape[-1] - site.extra_keys))
+            if site.extra_keys:  # what the sink takes, it keeps
+                changed = changed * ((1 - sunk.sum(-1, keepdim=True)) / changed.sum(-1, keepdim=True))
+            return torch.cat([changed, sunk], -1)
 
         return apply_maps(site.source, func, args, kwargs, edited)
 

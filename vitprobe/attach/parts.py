@@ -62,6 +62,8 @@ class AttentionSite:
         positions: row and column of every token `(window, token, 2)` on the layer's grid [patches], NaN for a token
             that is no patch (a window's padding), where windows are dilated, padded or reordered; `None` where the
             tokens of a window fill its grid row by row after the prefix.
+        extra_keys: keys after the tokens that have no query and no place (a sink); their columns are cut off the maps,
+            whose rows then sum to less than one.
         heads_first: whether heads come before windows among the axes of the maps.
         parts: when the two maps that it is a gated sum of come to be, content before position (GPSA); else none.
     """
@@ -76,11 +78,13 @@ class AttentionSite:
     event: Event
     source: MapSource
     positions: np.ndarray | None = field(default=None, compare=False)
+    extra_keys: int = 0
     heads_first: bool = False
     parts: tuple[Event, ...] = ()
 
     def by_image(self, maps: Tensor) -> Tensor:
         """Maps of whole images as the pass has them, as `(image, window, head, query, key)`."""
+        maps = maps[..., : maps.shape[-1] - self.extra_keys]
         size = maps.shape[-2:]
         if self.heads_first:
             return maps.reshape(-1, self.heads, self.windows, *size).transpose(1, 2)

@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class _Place:
     windows: int
     positions: np.ndarray | None = None
     heads_first: bool = False
+    extra_keys: int = 0
 
 
 class _Finder:
@@ -72,9 +73,10 @@ class _Finder:
                     prefix=place.prefix,
                     windows=place.windows,
                     event=node.event,
-                    source=node.source,
+                    source=replace(node.source, sink=True) if place.extra_keys else node.source,
                     positions=place.positions,
                     heads_first=place.heads_first,
+                    extra_keys=place.extra_keys,
                     parts=self._parts(node),
                 )
             )
@@ -107,10 +109,11 @@ class _Finder:
             return f"a map of {queries}x{keys} is over channels, not over tokens"
         if node.queries is not None and np.isnan(node.queries).all():
             return "prefix tokens attend to the patches, no patch does"
-        if queries != keys:
+        extra = self._extra_keys(node)
+        if queries + extra != keys:
             return None
         try:
-            places = np.broadcast_to(node.keys, (*leading, keys)).reshape(-1, keys)
+            places = np.broadcast_to(node.keys, (*leading, keys)).reshape(-1, keys)[:, :queries]
         except ValueError:
             return None
         if node.queries is not None:
@@ -124,13 +127,26 @@ class _Finder:
             return None
         batch = self.reading.batch
         for heads_first in (False, True):
-            axes = (batch, heads, windows, keys) if heads_first else (batch, windows, heads, keys)
+            axes = (batch, heads, windows, queries) if heads_first else (batch, windows, heads, queries)
             apart = places.reshape(axes)
             first = apart[0, 0] if heads_first else apart[0, :, 0]
             here = first[None, None] if heads_first else first[None, :, None]
             if np.array_equal(apart, np.broadcast_to(here, axes), equal_nan=True):
-                return _place_of(first, heads, heads_first)
+                place = _place_of(first, heads, heads_first)
+                return place and replace(place, extra_keys=extra)
         return None
+
+    def _extra_keys(self, node: Node) -> int:
+        """How many keys after the tokens are at no place, where the keys before them are the queries."""
+        assert node.source is not None and node.keys is not None
+        extra = node.source.shape[-1] - node.source.shape[-2]
+        if extra <= 0 or node.queries is None or not np.isnan(node.keys[..., -extra:]).all():
+            return 0
+        before, queries = node.keys[..., :-extra], node.queries
+        if before.shape[-1] != queries.shape[-1]:
+            return 0
+        same = np.allclose(before, np.broadcast_to(queries, before.shape), atol=0.5, equal_nan=True)
+        return extra if same else 0
 
     def _place(self, shape: tuple[int, ...], around: Layout | None) -> _Place | str:
         """Heads, grid, prefix tokens and windows of maps `(..., query, key)`, or why they are none between patches."""

@@ -360,8 +360,11 @@ class Tracer(Clock):
         elif args and isinstance(args[0], Tensor) and args[0] in self._softmaxes:
             if name in ("__getitem__", "narrow"):
                 self._softmaxes[tensors[0]] = True
-            elif name in ("dropout", "to", "type", "contiguous", "view", "reshape"):
+            elif name in ("dropout", "to", "type", "contiguous", "view", "reshape", "expand"):
                 self._softmaxes[tensors[0]] = self._softmaxes[args[0]]
+        sums = ("mul", "add", "__mul__", "__rmul__", "__add__", "__radd__")  # of which a gated map is made
+        if name in sums and any(self._softmaxes.get(x, False) for x in tensors_of(list(args[:2]))):
+            self._softmaxes[tensors[0]] = True
 
     def _operands(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, ...]:
         pair = tensors_of([*args[:2], kwargs.get("other")])
