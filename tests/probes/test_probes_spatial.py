@@ -19,15 +19,14 @@ from vitprobe.initializers import convolution_as_attention, impulse_
 from vitprobe.models import create_model
 from vitprobe.models.convit import gpsa
 from vitprobe.probes import FeatureVariance, attention_maps, feature_variance, probe, spatial
+from vitprobe.probes.filters import filter_statistics, torus_singular_values
 from vitprobe.probes.nonlocality import distances, uniform_nonlocality
 from vitprobe.probes.spatial import (
     SpatialOperators,
     distance_profile,
-    filter_statistics,
     operator_statistics,
     rank_statistics,
     spatial_operators,
-    torus_singular_values,
 )
 
 every_grid = pytest.mark.parametrize("grid", [(8, 8), (8, 12), (3, 5), (1, 6)])

@@ -61,7 +61,7 @@ def filter_statistics(ds: xr.Dataset) -> Figure:
     with style():
         panels = models(ds)
         figure, axes = columns(panels, rows=2, height=HEIGHT)
-        _profiles(figure, axes[0], panels, "channel", "distance [places of the grid]")
+        _profiles(figure, axes[0], panels, "channel", "distance [places]")
         axes[0, 0].set_ylabel("share of taps' weight")
         for ax, model in zip(axes[1], panels, strict=True):
             rank = model.runs["bank_stable_rank"].transpose("run", "layer").values
@@ -124,7 +124,7 @@ def _heads(ax: Axes, model: Model, variable: str) -> None:
 def _by_layer(ax: Axes, layers: int) -> None:
     """Abscissae of layers, numbered from 1."""
     ax.set_xlim(0.5, layers + 0.5)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
 
 def _ranks(ax: Axes, ranks: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from vitprobe.probes.calibration import Calibration, calibration
 from vitprobe.probes.cka import CKA, block_structure, cka
 from vitprobe.probes.corruption import corruption_robustness
 from vitprobe.probes.density import hessian_density
+from vitprobe.probes.filters import filter_statistics
 from vitprobe.probes.fourier import Fourier, fourier
 from vitprobe.probes.fourier_spectrum import FourierSpectrum, fourier_spectrum
 from vitprobe.probes.hessian import hessian_eigenvalues
@@ -24,7 +25,6 @@ from vitprobe.probes.nonlocality import Nonlocality, nonlocality
 from vitprobe.probes.spatial import (
     SpatialOperators,
     distance_profile,
-    filter_statistics,
     operator_statistics,
     spatial_operators,
 )
