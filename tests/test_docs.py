@@ -44,6 +44,7 @@ def run(page: str) -> dict:
             assert [main(command) for command in commands] == [0] * len(commands), block
         elif name := FILE.match(block):
             Path(f"{name[1]}.py").write_text(block)
+            sys.modules.pop(name[1], None)  # another test's module of that name
         else:
             exec(compile(block, f"docs/{page}.md", "exec"), namespace)
     return namespace

@@ -85,7 +85,8 @@ class _Finder:
             if found.unit.kind == "msa" and products and all(node.source is None for node in products):
                 self.skipped.append(f"{found.unit.name}: activations multiply each other, but no map's rows sum to one")
         self.skipped += [
-            f"{name}: no attention map was seen in it (a kernel that bypasses PyTorch?)" for name in self._unseen()
+            f"{name}: no attention map was seen in it (linear attention, or a kernel that bypasses PyTorch?)"
+            for name in self._unseen()
         ]
         return sites
 
@@ -97,7 +98,12 @@ class _Finder:
             for name in named:
                 if f"{node.module}.".startswith(f"{name}.") and (node.op == "attention" or self.reading.is_map(index)):
                     inside[name].add(node.op)
-        return sorted(name for name, ops in inside.items() if "linear" in ops and "attention" not in ops)
+        seen = {name for name, ops in inside.items() if "attention" in ops}
+        return sorted(
+            name
+            for name, ops in inside.items()
+            if "linear" in ops and name not in seen and not any(name.startswith(f"{other}.") for other in seen)
+        )
 
     def _traced_place(self, node: Node) -> _Place | str | None:
         """What `_place` says, from where keys and queries lie; `None` if that was lost, or is no grid."""

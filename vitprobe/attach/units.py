@@ -1,6 +1,7 @@
 """The units of a trace: the steps of its residual stream, or of its chain of layers."""
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -195,16 +196,20 @@ class _Finder:
     def _only_prefix(self, start: int, end: int) -> bool:
         """Whether the patches at `end` are those at `start`, put together with other prefix tokens."""
         nodes = self.trace.nodes
-        while len(nodes[end].parents) == 1 and nodes[end].op == "other" and end > start:
-            end = nodes[end].parents[0]
-        if not start or nodes[end].event.function not in ("cat", "concat"):
-            return False
-        return any(
-            self.reading.grid(parent) == self.reading.grid(end)
-            and not self.reading.mixes(self.trace.between(start, parent))
-            for parent in self.trace.nodes[end].parents
-            if parent >= start
-        )
+        while end > start:
+            node = nodes[end]
+            parents = list(node.parents)
+            if node.event.function in ("cat", "concat"):  # of tokens; of channels, it is more than the patches were
+                width = self._width(end)
+                parents = [parent for parent in parents if width is not None and self._width(parent) == width]
+            if node.op != "other" or not parents:
+                return False
+            end = max(parents, key=lambda parent: math.prod(nodes[parent].shape))
+        return end == start
+
+    def _width(self, node: int) -> int | None:
+        layout = self.reading.layout(node)
+        return None if layout is None else layout.channels(self.trace.nodes[node].shape)
 
     def _transition(self, start: int, end: int, kind: Kind | None = None) -> list[Found]:
         """The unit between two nodes of the stream, if anything but norms and activations happens there."""
