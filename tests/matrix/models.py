@@ -6,10 +6,11 @@ any model: the same output with and without probes, handed back as it was, the s
 sentence with its reason. What its architecture promises can be added word by word:
 
 - `image`: pixels of a side, or `(height, width)`. `batch` makes what it is called on of images and labels.
-- `units`: kinds of units in order, by grid: `"8x8+1: stem msa mlp; 4x4+1: subsample msa mlp"` (`+1` is one class token).
+- `units`: kinds of units in order, by grid: `"8x8+1: stem msa mlp; 4x4: subsample msa"` (`+1` is one class token).
 - `maps`: attention maps in order: `"2 x 3 heads on 7x7 in 16 windows"`. Those that are none between patches, by a piece
   of the reason, stand in `skipped`.
-- `refused`: probes that have nothing to measure, each with a piece of its reason.
+- `refused`: what is read by the probes that have nothing to measure ("activation", "attention"), with a piece of their
+  reason. Gates are refused by all models but those that have `gates`.
 - `taps`: modules whose inputs or outputs, in the order of the pass, are the activations of all units, or of `tapped`.
 - `branches`: modules whose output is what a residual branch adds, in the order of the pass: what `lesion` removes.
 - `attention`: by which road `oracles.py` computes the maps anew; `places`: where their tokens lie, for those that are
@@ -39,11 +40,9 @@ from handwritten import PostNormEncoder, TinyViT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-NO_MAPS = dict.fromkeys(
-    ("nonlocality", "attention_entropy", "attention_offsets", "attention_maps"), "no attention maps between patches"
-)
-NO_ATTENTION = dict.fromkeys((*NO_MAPS, "attention_gates"), "the model has no attention")
-NO_UNITS = dict.fromkeys(("fourier", "fourier_spectrum", "feature_variance", "cka"), "no units")
+NO_MAPS = {"attention": "no attention maps between patches"}
+NO_ATTENTION = dict.fromkeys(("attention", "gated attention"), "the model has no attention")
+NO_UNITS = {"activation": "no units"}
 
 
 @dataclass(frozen=True)
@@ -159,6 +158,20 @@ def torchvision_resnet() -> nn.Module:
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
 
 
+def torchvision_googlenet() -> nn.Module:
+    """A GoogLeNet of torchvision's without auxiliary classifiers: branches and concatenations."""
+    from torchvision.models import GoogLeNet
+
+    return GoogLeNet(num_classes=10, aux_logits=False, init_weights=False)
+
+
+def torchvision_shufflenet() -> nn.Module:
+    """A ShuffleNet of torchvision's: half of the channels pass, half are convolved."""
+    from torchvision.models import ShuffleNetV2
+
+    return ShuffleNetV2([1, 2, 1], [8, 16, 32, 64, 64], num_classes=10)
+
+
 def torchvision_vgg() -> nn.Module:
     """A VGG of torchvision's with four convolutions."""
     from torchvision.models.vgg import VGG, make_layers
@@ -257,6 +270,17 @@ BLOCKS = ("blocks.*.attn", "blocks.*.mlp")
 SWIN = inputs("layers.*.blocks.*.norm1", "layers.[12].downsample", "norm", nhwc=True)
 SWIN += inputs("layers.*.blocks.*.norm2")
 NORMS = inputs("blocks.*.norm1", "blocks.*.norm2", "norm")
+HIERA_MAPS = [
+    "1 x 1 head on 8x8 in 16 windows",
+    "1 x 2 heads on 4x4 in 16 windows",
+    "1 x 4 heads on 8x8",
+    "1 x 8 heads on 4x4",
+]
+HIERA_PLACES = {
+    0: partial(hiera_places, 32, 3, 16),
+    1: partial(hiera_places, 16, 2, 16),
+    2: partial(hiera_places, 8, 1, 1),
+}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 64, "patch_size": 8}
 STAGES = {"depths": (1, 1, 2, 1), "dims": (16, 24, 32, 48)}
 
@@ -524,12 +548,20 @@ MODELS: dict[str, Model] = {
     "timm mobilevit": Model(
         timm_model("mobilevit_xxs"),
         128,
-        units="64x64: stem conv; 32x32: subsample conv conv mlp; 16x16: subsample msa; 8x8: subsample msa; "
-        "4x4: subsample msa",
+        units="64x64: stem conv; 32x32: subsample conv conv mlp; 16x16: subsample msa conv; 8x8: subsample msa conv; "
+        "4x4: subsample msa conv",
         skipped={"attentions, since something leads around": 3},
-        taps=outputs("stem", "stages.[01].*", "stages.[234].0", "stages.[234].0.conv1_1x1", "final_conv"),
+        taps=outputs("stem", "stages.[01].*", "stages.[234].0", "stages.[234].0.conv1_1x1", "final_conv")
+        + inputs("stages.[234].1.conv_fusion"),
         maps=["2 x 4 heads on 8x8 in 4 windows", "4 x 4 heads on 4x4 in 4 windows", "3 x 4 heads on 2x2 in 4 windows"],
         places={i: partial(apart, 8 if i < 2 else 4 if i < 6 else 2, 2) for i in range(9)},
+    ),
+    "timm mobilevit v2": Model(
+        timm_model("mobilevitv2_050"),
+        128,
+        maps=[],
+        skipped={"no attention map was seen": 9},
+        refused=NO_MAPS,
     ),
     "timm maxvit": Model(
         timm_model("test_maxvit"),
@@ -566,20 +598,12 @@ MODELS: dict[str, Model] = {
     "timm hiera": Model(
         timm_class("hiera.Hiera", img_size=(128, 128), embed_dim=16, num_heads=1, stages=(1, 2, 2, 2)),
         128,
-        units="32x32: stem msa mlp; 16x16: subsample mlp msa mlp; 8x8: subsample mlp msa mlp; 4x4: subsample mlp msa mlp",
-        maps=[
-            "1 x 1 head on 8x8 in 16 windows",
-            "1 x 2 heads on 4x4 in 16 windows",
-            "1 x 4 heads on 8x8",
-            "1 x 8 heads on 4x4",
-        ],
+        units="32x32: stem msa mlp; 16x16: subsample mlp msa mlp; 8x8: subsample mlp msa mlp; "
+        "4x4: subsample mlp msa mlp",
+        maps=HIERA_MAPS,
         skipped={"different grids": 3},
         heads_first=True,
-        places={
-            0: partial(hiera_places, 32, 3, 16),
-            1: partial(hiera_places, 16, 2, 16),
-            2: partial(hiera_places, 8, 1, 1),
-        },
+        places=HIERA_PLACES,
         to_image=hiera_image,
         taps=inputs("blocks.*.norm[12]") + outputs("blocks.6"),
         branches=BLOCKS,
@@ -626,7 +650,8 @@ MODELS: dict[str, Model] = {
     ),
     "timm poolformer": Model(
         timm_class("metaformer.MetaFormer", **STAGES, downsample_norm=None),
-        units="16x16: stem conv mlp; 8x8: subsample conv mlp; 4x4: subsample conv mlp conv mlp; 2x2: subsample conv mlp",
+        units="16x16: stem conv mlp; 8x8: subsample conv mlp; 4x4: subsample conv mlp conv mlp; "
+        "2x2: subsample conv mlp",
         maps=[],
         refused=NO_ATTENTION,
         taps=inputs("stages.*.blocks.*.norm[12]", "stages.[123].downsample") + outputs("stages.3"),
@@ -649,7 +674,8 @@ MODELS: dict[str, Model] = {
     ),
     "timm focalnet": Model(
         timm_class("focalnet.FocalNet", depths=(1, 1, 2, 1), embed_dim=16),
-        units="16x16: stem conv mlp; 8x8: subsample conv mlp; 4x4: subsample conv mlp conv mlp; 2x2: subsample conv mlp",
+        units="16x16: stem conv mlp; 8x8: subsample conv mlp; 4x4: subsample conv mlp conv mlp; "
+        "2x2: subsample conv mlp",
         maps=[],
         refused=NO_ATTENTION,
         taps=inputs("layers.*.blocks.*.norm[12]", "layers.[123].downsample", "norm"),
@@ -690,7 +716,8 @@ MODELS: dict[str, Model] = {
     ),
     "timm fastvit": Model(
         timm_class("fastvit.FastVit", layers=(1, 1, 1, 1), embed_dims=(16, 32, 64, 64)),
-        units="32x32: stem; 16x16: subsample mlp conv conv; 8x8: subsample mlp conv conv; 4x4: subsample mlp conv conv; "
+        units="32x32: stem; 16x16: subsample mlp conv conv; 8x8: subsample mlp conv conv; "
+        "4x4: subsample mlp conv conv; "
         "2x2: subsample mlp conv conv conv mlp",
         maps=[],
         refused=NO_ATTENTION,
@@ -721,6 +748,22 @@ MODELS: dict[str, Model] = {
         maps=["1 x 2 heads on 8x8", "1 x 4 heads on 4x4"],
         skipped={"different grids": 4},
         taps=inputs("stages.*.blocks.*.norm[12]", "norm"),
+    ),
+    "timm tnt": Model(
+        timm_class(
+            "tnt.TNT",
+            img_size=64,
+            patch_size=16,
+            embed_dim=32,
+            inner_dim=12,
+            depth=2,
+            num_heads_inner=2,
+            num_heads_outer=2,
+        ),
+        # The pixels of a patch, which every block sees, lead around all but the last.
+        units="4x4+1: stem msa mlp",
+        maps=["1 x 2 heads on 4x4 in 16 windows", "1 x 2 heads on 4x4+1"] * 2,
+        skipped={"attentions, since something leads around": 1},
     ),
     "timm visformer": Model(
         timm_class(
@@ -894,6 +937,20 @@ MODELS: dict[str, Model] = {
         taps=outputs("maxpool"),
         tapped=(0,),
     ),
+    "torchvision googlenet": Model(
+        torchvision_googlenet,
+        units="16x16: stem mlp; 8x8: subsample conv; 4x4: subsample conv conv conv conv; 2x2: subsample conv conv",
+        maps=[],
+        refused=NO_ATTENTION,
+        taps=outputs("maxpool[1234]", "conv2", "inception3a", "inception4[abcd]", "inception5[ab]"),
+    ),
+    "torchvision shufflenet": Model(
+        torchvision_shufflenet,
+        units="16x16: stem; 8x8: subsample; 4x4: subsample conv; 2x2: subsample mlp",
+        maps=[],
+        refused=NO_ATTENTION,
+        taps=outputs("maxpool", "stage[234].*", "conv5"),
+    ),
     "torchvision vgg": Model(
         torchvision_vgg,
         56,
@@ -948,6 +1005,29 @@ MODELS: dict[str, Model] = {
             "swin.encoder.layers.0.downsample",
             "swin.layernorm",
         ),
+    ),
+    "transformers hiera": Model(
+        hugging_face("Hiera", image_size=[128, 128], depths=[1, 2, 2, 2], embed_dim=16, num_heads=[1, 2, 4, 8]),
+        128,
+        batch=pixel_values,
+        units="32x32: stem msa mlp; 16x16: subsample mlp msa mlp; 8x8: subsample mlp msa mlp; "
+        "4x4: subsample mlp msa mlp",
+        maps=HIERA_MAPS,
+        skipped={"different grids": 3},
+        heads_first=True,
+        places=HIERA_PLACES,
+        attention="transformers",
+    ),
+    "transformers mobilevit": Model(
+        hugging_face(
+            "MobileViT", image_size=128, hidden_sizes=[24, 32, 40], neck_hidden_sizes=[8, 16, 24, 32, 40, 48, 64]
+        ),
+        128,
+        batch=pixel_values,
+        units="32x32: stem conv conv mlp; 16x16: subsample msa conv; 8x8: subsample msa conv; 4x4: subsample msa conv",
+        maps=["2 x 4 heads on 8x8 in 4 windows", "4 x 4 heads on 4x4 in 4 windows", "3 x 4 heads on 2x2 in 4 windows"],
+        skipped={"attentions, since something leads around": 3},
+        places={i: partial(apart, 8 if i < 2 else 4 if i < 6 else 2, 2) for i in range(9)},
     ),
     "transformers convnext": Model(
         hugging_face("ConvNext", depths=[1, 2, 1], hidden_sizes=[16, 24, 32], num_stages=3),

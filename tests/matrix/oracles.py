@@ -17,8 +17,6 @@ from scipy.special import entr
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-NO_GATES = {"attention_gates": "gated sum"}
-
 # --- what is written in the list of models ----------------------------------------------------------
 
 
@@ -102,17 +100,16 @@ def say_maps(maps: Sequence[Place]) -> list[str]:
 def enliven(model: nn.Module) -> None:
     """Weights from a seed that make every branch and every attention count.
 
-    The libraries' own start with attention that looks everywhere alike, and with branches scaled by 1e-6: neither
-    would show a wrong place or a wrong activation.
+    The libraries' own start with attention that looks everywhere alike, with branches scaled by 1e-6, and with norms
+    that end branches scaled by 0: none would show a wrong place or a wrong activation.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
-                fan_in = max(parameter[0].numel(), 1)
-                parameter.normal_(0, 1.5 * fan_in**-0.5, generator=generator)
-            elif parameter.numel() and bool((parameter.abs() < 0.2).all()) and bool((parameter != 0).all()):
-                parameter.fill_(0.5)  # a layer scale
+                parameter.normal_(0, 1.5 * max(parameter[0].numel(), 1) ** -0.5, generator=generator)
+            elif not name.endswith("bias") and bool((parameter.abs() < 0.2).all()):
+                parameter.fill_(0.5)
 
 
 # --- activations ------------------------------------------------------------------------------------
@@ -218,27 +215,20 @@ def variance(x: np.ndarray) -> np.ndarray:
     return x.var((1, 2), ddof=1).mean(-1)
 
 
-def alike(first: np.ndarray, second: np.ndarray) -> float:
-    """Centred kernel alignment of two activations of the same images, by HSIC_1 of Song et al. (2012), eq. 5."""
-
-    def hsic(a: np.ndarray, b: np.ndarray) -> float:
-        n = len(a)
-        products = np.trace(a @ b) + a.sum() * b.sum() / (n - 1) / (n - 2) - 2 * (a @ b).sum() / (n - 2)
-        return products / n / (n - 3)
-
-    def gram(x: np.ndarray) -> np.ndarray:
-        flat = x.reshape(len(x), -1)
-        products = (flat - flat.mean(0)) @ (flat - flat.mean(0)).T
-        np.fill_diagonal(products, 0)
-        return products
-
-    a, b = gram(first), gram(second)
-    return hsic(a, b) / (hsic(a, a) * hsic(b, b)) ** 0.5
-
-
-def mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over images and its standard error."""
-    return values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
+def alike(images: Sequence[np.ndarray]) -> np.ndarray:
+    """Centred kernel alignment between activations of the same images, by HSIC_1 of Song et al. (2012), eq. 5."""
+    grams = []
+    for x in images:
+        flat = x.reshape(len(x), -1) - x.reshape(len(x), -1).mean(0)
+        grams.append(flat @ flat.T)
+        np.fill_diagonal(grams[-1], 0)
+    k = np.array(grams)
+    n = k.shape[-1]
+    product = np.einsum("aij,bij->ab", k, k)
+    of_all = np.multiply.outer(*[k.sum((1, 2))] * 2) / (n - 1) / (n - 2)
+    of_rows = 2 * k.sum(1) @ k.sum(1).T / (n - 2)
+    hsic = (product + of_all - of_rows) / n / (n - 3)
+    return hsic / np.sqrt(np.multiply.outer(*[hsic.diagonal()] * 2))
 
 
 # --- attention maps ---------------------------------------------------------------------------------
@@ -396,6 +386,12 @@ class Looks:
             y, x = (lie[None] - lie[:, None]).round().astype(int).transpose(2, 0, 1)
             np.add.at(mass, (slice(None), slice(None), y - int(rows[0]), x - int(columns[0])), paid)
         return mass / sum(len(lie) for lie in self.places)
+
+    def distance_of_mean(self) -> np.ndarray:
+        """Distance between patches, weighted by all attention of the map averaged over images `(1, head)`."""
+        means = [paid.mean(0) for paid in self.paid]
+        far = sum((mean * cdist(lie, lie)).sum((1, 2)) for mean, lie in zip(means, self.places, strict=True))
+        return np.array([far / sum(mean.sum((1, 2)) for mean in means)])
 
     def middle(self, grid: tuple[int, int]) -> np.ndarray:
         """What the patch in the middle of a window looks at `(image, head, row, column)`, windows without padding."""
