@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from vitprobe.attach.layout import Layout, arranged, infer_layout
 from vitprobe.attach.trace import Trace
 
+SEVERAL = ("chunk", "split", "tensor_split", "unbind")  # give parts of an activation, and are known by the first
+
 
 class Reading:
     """A trace with the layouts of its nodes.
@@ -57,7 +59,9 @@ class Reading:
         return layout.grid if layout else None
 
     def is_map(self, node: int) -> bool:
-        """Whether an activation has more than one position."""
+        """Whether a node is one activation with more than one position."""
+        if self.trace.nodes[node].event.function in SEVERAL:
+            return False
         layout = self.layout(node)
         return layout is not None and math.prod(layout.grid) > 1
 

@@ -359,7 +359,8 @@ class Tracer(Clock):
             self._softmaxes[tensors[0]] = False
         elif args and isinstance(args[0], Tensor) and args[0] in self._softmaxes:
             if name in ("__getitem__", "narrow"):
-                self._softmaxes[tensors[0]] = True
+                shorter = tensors[0].ndim == args[0].ndim and tensors[0].shape[-1] < args[0].shape[-1]
+                self._softmaxes[tensors[0]] = shorter or self._softmaxes[args[0]]
             elif name in ("dropout", "to", "type", "contiguous", "view", "reshape", "expand"):
                 self._softmaxes[tensors[0]] = self._softmaxes[args[0]]
         sums = ("mul", "add", "__mul__", "__rmul__", "__add__", "__radd__")  # of which a gated map is made

@@ -202,6 +202,8 @@ class _Finder:
             if node.event.function in ("cat", "concat"):  # of tokens; of channels, it is more than the patches were
                 width = self._width(end)
                 parents = [parent for parent in parents if width is not None and self._width(parent) == width]
+            elif len(parents) > 1:
+                return False
             if node.op != "other" or not parents:
                 return False
             end = max(parents, key=lambda parent: math.prod(nodes[parent].shape))
