@@ -1,7 +1,7 @@
-"""The table of the matrix, for the README: what is found in every model, and what is left out.
+"""The table of the matrix, for the documentation: what is found in every model, and what is left out.
 
 python tests/matrix/table.py            prints it
-python tests/matrix/table.py --write    puts it into README.md, between its markers
+python tests/matrix/table.py --write    puts it into docs/models.md, between its markers
 """
 
 import json
@@ -15,7 +15,7 @@ import oracles
 from models import MODELS
 from test_matrix import Run, measure
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- foreign models: begin -->", "<!-- foreign models: end -->"
 KINDS = ("stem", "msa", "conv", "mlp", "subsample")
 
@@ -59,9 +59,9 @@ def main() -> None:
     if "--write" not in sys.argv:
         print(text)
         return
-    before, _, rest = README.read_text().partition(BEGIN)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 if __name__ == "__main__":
