@@ -15,10 +15,11 @@ asked for), untrained, in float32, on images of noise with labels:
 - plan: what is done once per model, over a bare pass of two images.
 - transform: the half-diagonal of spectra over the full two-dimensional transform, by size of the maps.
 
-Every action is timed right after a bare pass of its own; ratios are of these pairs: median (least to most). A pass over
-few images pays for the plan as well. So there is a second ratio, of what each further image costs, from both times less
-those of four images, fewer than which some probes do not take. On a machine that other work shares, --clock cpu counts
-what this process has used.
+Every action is handed its batches one by one, and after each of them a bare pass over the same batch is timed, so that
+both run under the same conditions; ratios are of the sums of a round: median (least to most) over rounds. A round of few
+images pays for the plan as well. So there is a second ratio, of what each further image costs, from both sums less those
+of four images, fewer than which some probes do not take. On a machine that other work shares, --clock cpu counts what
+this process has used.
 """
 
 import argparse
@@ -34,9 +35,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ import torch
 import xarray as xr
 from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
+from torch.fx.proxy import TraceError
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from vitprobe.attach import plan
@@ -103,7 +105,7 @@ OUR_NORMS, TIMM_NORMS = ("attention_norm", "mlp_norm", "norm"), ("norm1", "norm2
 SMALL = {"image_size": 32, "patch_size": 4, "dim": 192, "depth": 6}
 CASES = {
     "vit": Case("ViT 192x6, patch 4, 32 px", 32, 64, 8, {"name": "vit", **SMALL}, OUR_NORMS),
-    "vit_ti": Case("timm ViT-Ti/16, 224 px", 224, 64, 2, {"model_name": "vit_tiny_patch16_224"}, TIMM_NORMS, timm=True),
+    "vit_ti": Case("timm ViT-Ti/16, 224 px", 224, 32, 4, {"model_name": "vit_tiny_patch16_224"}, TIMM_NORMS, timm=True),
     "convit": Case(
         "ConViT 192x6 (5 gated), patch 4, 32 px", 32, 64, 8, {"name": "convit", "heads": 4, "gpsa_layers": 5, **SMALL}
     ),
@@ -124,7 +126,7 @@ class Report:
             "threads": torch.get_num_threads(),
             "rounds": arguments.rounds,
             "clock": CLOCKS[arguments.clock][1],
-            "load at the start": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+            "load at the start": load(),
             "python": platform.python_version(),
             **{package: _version(package) for package in PACKAGES},
             "cases": {},
@@ -168,6 +170,11 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def load() -> str:
+    """How many processes wanted to run, on average over the last 1, 5 and 15 minutes."""
+    return " ".join(f"{one:.1f}" for one in os.getloadavg())
+
+
 def progress(what: str) -> None:
     print(f"  {datetime.datetime.now():%H:%M:%S} {what}", file=sys.stderr, flush=True)
 
@@ -184,10 +191,10 @@ CLOCKS: dict[str, tuple[Callable[[], float], str]] = {
     "wall": (time.perf_counter, "wall"),
     "cpu": (time.process_time, "processor time of the process"),
 }
-Action = Callable[[Any, list], Any]
+Action = Callable[[Any, Iterable], Any]
 
 
-def bare(model: nn.Module, batches: list) -> None:
+def bare(model: nn.Module, batches: Iterable) -> None:
     with torch.no_grad():
         for images, _ in batches:
             model(images)
@@ -201,21 +208,33 @@ class Timer:
     device: str
 
     def __call__(self, action: Callable[[], Any]) -> float:
-        gc.collect()
         start = self.clock()
         action()
         if self.device.startswith("cuda"):
             torch.cuda.synchronize(self.device)
         return self.clock() - start
 
+    def beside(self, action: Action, model: nn.Module, twin: nn.Module, batches: list) -> tuple[float, float]:
+        """Seconds of an action on batches, and those of a twin's bare passes between them."""
+        passes: list[float] = []
+
+        def stream() -> Iterator[Any]:
+            for batch in batches:
+                yield batch
+                passes.append(self(partial(bare, twin, [batch])))
+
+        gc.collect()
+        total = self(partial(action, model, stream()))
+        return total - sum(passes), sum(passes)
+
 
 @dataclass
 class Timed:
-    """Seconds of one action in every round, and of the bare pass right before it.
+    """Seconds of one action in every round, and of the bare passes beside it.
 
     Attributes:
         taken: of the action, on all images.
-        bare: of the bare pass, on all images.
+        bare: of the bare passes, on all images.
         few_taken: of the action, on four images.
         few_bare: of the bare pass, on four images.
     """
@@ -243,8 +262,9 @@ def in_turn(
 ) -> dict[str, Timed]:
     """Each action on the batches, timed one after the other in every round, after a warm-up of each on few images."""
     timer = Timer(CLOCKS[arguments.clock][0], arguments.device)
+    twin = copy.deepcopy(model)  # which nothing is hooked to
     few = [tuple(tensor[:4] for tensor in batches[0])]
-    bare(model, batches)
+    bare(twin, batches)
     for action in actions.values():
         action(model, few)
     found = {name: Timed() for name in actions}
@@ -252,10 +272,10 @@ def in_turn(
         for name, action in actions.items():
             progress(f"round {number}, {name}")
             one = found[name]
-            one.bare.append(timer(partial(bare, model, batches)))
-            one.taken.append(timer(partial(action, model, batches)))
-            one.few_bare.append(timer(partial(bare, model, few)))
-            one.few_taken.append(timer(partial(action, model, few)))
+            for taken, passes, shown in ((one.taken, one.bare, batches), (one.few_taken, one.few_bare, few)):
+                seconds = timer.beside(action, model, twin, shown)
+                taken.append(seconds[0])
+                passes.append(seconds[1])
     return found
 
 
@@ -309,32 +329,32 @@ class Nothing(FeatureProbe):
         return xr.Dataset()
 
 
-def watched(model: nn.Module, batches: list, *, one: FeatureProbe, layers: str = "auto") -> None:
+def watched(model: nn.Module, batches: Iterable, *, one: FeatureProbe, layers: str = "auto") -> None:
     probe(model, batches, [one], layers=layers, progress=False)
 
 
-def probed(model: nn.Module, batches: list, names: Sequence[str]) -> xr.DataTree:
+def probed(model: nn.Module, batches: Iterable, names: Sequence[str]) -> xr.DataTree:
     return probe(model, batches, [FEATURE_PROBES[name]() for name in names], missing="skip", progress=False)
 
 
-def probe_actions(left_out: Sequence[str]) -> dict[str, Action]:
+def probe_actions(skipped: Collection[str]) -> dict[str, Action]:
     """Each probe that has something to measure alone, and several together, by name."""
-    names = [name for name in FEATURE_PROBES if name not in left_out]
+    names = [name for name in FEATURE_PROBES if name not in skipped]
     together = {", ".join(FIRST_THREE): FIRST_THREE, ALL: names}
     return {name: partial(probed, names=chosen) for name, chosen in ({n: (n,) for n in names} | together).items()}
 
 
-def left_out(model: nn.Module, batches: list, report: Report) -> list[str]:
-    """Which probes have nothing to measure here."""
-    reasons = json.loads(probed(model, batches[:1], list(FEATURE_PROBES)).attrs.get("left_out", "{}"))
-    for reason in reasons.values():
-        report.say(f"\nLeft out: {reason.split(';')[0]}.")
-    return list(reasons)
+@cache
+def left_out(name: str, device: str) -> dict[str, str]:
+    """Which probes have nothing to measure in a case, and why."""
+    model, batches = CASES[name].build(device)
+    few = [tuple(tensor[:4] for tensor in batches[0])]
+    return json.loads(probed(model, few, list(FEATURE_PROBES)).attrs.get("left_out", "{}"))
 
 
 def part_probes(name: str, report: Report, arguments: argparse.Namespace) -> None:
     model, batches = CASES[name].build(arguments.device)
-    skipped = left_out(model, batches, report)
+    skipped = left_out(name, arguments.device)
     watching: dict[Reads, str] = {"activation": "activations", "attention": "attention maps"}
     if "attention_gates" not in skipped:
         watching["gated attention"] = "maps and their parts"
@@ -378,11 +398,8 @@ def part_probes(name: str, report: Report, arguments: argparse.Namespace) -> Non
 def part_memory(name: str, report: Report, arguments: argparse.Namespace) -> None:
     if not measures_memory(report, arguments):
         return
-    model, batches = CASES[name].build("cpu")
-    peaks = {
-        action: peak_memory(name, action, arguments.threads)
-        for action in (BARE, *probe_actions(left_out(model, batches, report)))
-    }
+    actions = (BARE, *probe_actions(left_out(name, arguments.device)))
+    peaks = {action: peak_memory(name, action, arguments.threads) for action in actions}
     rows = [
         [
             action,
@@ -401,7 +418,7 @@ def part_memory(name: str, report: Report, arguments: argparse.Namespace) -> Non
 # --- the notebooks' way -----------------------------------------------------------------------------
 
 
-def stored(case: Case, model: Any, batches: list) -> list[Tensor]:
+def stored(case: Case, model: Any, batches: Iterable) -> list[Tensor]:
     """Every residual branch's activation of all images `(image, token, channel)`, before the first block too."""
     first, second, last = case.norms
     norms = [norm for block in model.blocks for norm in (getattr(block, first), getattr(block, second))]
@@ -425,7 +442,7 @@ def as_maps(model: Any, x: Tensor) -> Tensor:
     return x.transpose(1, 2).unflatten(-1, (side, side))
 
 
-def notebook_spectrum(model: nn.Module, batches: list, case: Case) -> np.ndarray:
+def notebook_spectrum(model: nn.Module, batches: Iterable, case: Case) -> np.ndarray:
     """Log amplitude by unit and frequency (Park & Kim 2022, Fig. 2a)."""
     rows = []
     for x in stored(case, model, batches):
@@ -437,17 +454,17 @@ def notebook_spectrum(model: nn.Module, batches: list, case: Case) -> np.ndarray
     return torch.stack(rows).cpu().numpy()
 
 
-def notebook_variance(model: nn.Module, batches: list, case: Case) -> np.ndarray:
+def notebook_variance(model: nn.Module, batches: Iterable, case: Case) -> np.ndarray:
     """Variance over positions by unit (Park & Kim 2022, Fig. 9)."""
     found = [as_maps(model, x).flatten(2).var(-1).mean() for x in stored(case, model, batches)]
     return torch.stack(found).cpu().numpy()
 
 
-def our_spectrum(model: nn.Module, batches: list) -> np.ndarray:
+def our_spectrum(model: nn.Module, batches: Iterable) -> np.ndarray:
     return Fourier("paper").run(model, batches, progress=False).relative_log_amplitude.values
 
 
-def our_variance(model: nn.Module, batches: list) -> np.ndarray:
+def our_variance(model: nn.Module, batches: Iterable) -> np.ndarray:
     return FeatureVariance().run(model, batches, progress=False).variance.values
 
 
@@ -526,10 +543,10 @@ def by_torchvision(model: Any) -> Callable[[Tensor], list[Tensor]]:
     return lambda images: list(graph(images).values())
 
 
-EXTRACTORS = {"timm, FeatureGetterNet": by_timm, "torchvision, create_feature_extractor": by_torchvision}
+TIMM, TORCHVISION = "timm, FeatureGetterNet", "torchvision, create_feature_extractor"
 
 
-def extracted(model: nn.Module, batches: list, *, call: Callable[[Tensor], list[Tensor]]) -> None:
+def extracted(model: nn.Module, batches: Iterable, *, call: Callable[[Tensor], list[Tensor]]) -> None:
     with torch.no_grad():
         for images, _ in batches:
             call(images)
@@ -545,11 +562,13 @@ def part_extraction(name: str, report: Report, arguments: argparse.Namespace) ->
         "vitprobe, every residual branch": partial(watched, one=Nothing()),
     }
     differences: dict[str, float] = {}
-    for what, build in EXTRACTORS.items():
+    for what, build in {TIMM: by_timm, TORCHVISION: by_torchvision}.items():
+        if what == TIMM and not CASES[name].timm:
+            continue
         try:
             call = build(model)
-        except Exception as error:  # whatever a library says of a model that is not its own
-            report.say(f"\n{what} cannot take {name}: {type(error).__name__}: {str(error).split('. ')[0]}.")
+        except TraceError as error:
+            report.say(f"\n{what} cannot follow this network: {str(error).split('. ')[0]}.")
             continue
         with torch.no_grad():
             theirs = call(batches[0][0])
@@ -649,6 +668,9 @@ def main() -> None:
     wanted = arguments.only or [*PARTS, "transform"]
     for name in arguments.case:
         report.say(f"\n## {CASES[name].text}")
+        if {"probes", "memory"} & set(wanted):
+            for reason in left_out(name, arguments.device).values():
+                report.say(f"\nLeft out: {reason.split(';')[0]}.")
         for part, run in PARTS.items():
             if part in wanted and (CASES[name].norms or part not in OF_BLOCKS):
                 progress(f"{name}: {part}")
@@ -656,6 +678,8 @@ def main() -> None:
     if "transform" in wanted:
         report.say("\n## Maps alone")
         transforms(report, arguments)
+    report.say(f"\nLoad at the end: {load()}")
+    report.write()
 
 
 if __name__ == "__main__":

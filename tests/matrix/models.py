@@ -14,7 +14,9 @@ sentence with its reason. What its architecture promises can be added word by wo
 - `taps`: modules whose inputs or outputs, in the order of the pass, are the activations of all units, or of `tapped`.
 - `branches`: modules whose output is what a residual branch adds, in the order of the pass: what `lesion` removes.
 - `attention`: by which road `oracles.py` computes the maps anew; `places`: where their tokens lie, for those that are
-  not the rows of one grid or of contiguous windows.
+  not the rows of one grid or of contiguous windows; `heads_first` if they come before the windows.
+- `exact`: off where PyTorch's fused `nn.MultiheadAttention` gives other last digits when it is not watched.
+- `faults`: tests that a fault of vitprobe lets fail, with the fault; they have to fail.
 
 All of that is read off the architectures' sources, none of it off what vitprobe finds. Weights are drawn from a seed;
 nothing is downloaded.
@@ -224,6 +226,13 @@ def softmax_product(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def hiera_image(model: nn.Module, unit: int, x: Tensor) -> Tensor:
     """Tokens of timm's Hiera in rows and columns, by its own function; its unit `i` belongs to block `(i - 1) // 2`."""
     return model.reroll(x, max(unit - 1, 0) // 2)
+
+
+def folded(model: nn.Module, unit: int, x: Tensor) -> Tensor:
+    """`(image, channel, pixel of a patch, patch)` of timm's MobileViTv2, patches of 2x2 pixels, as an image."""
+    side = round(x.shape[3] ** 0.5)
+    x = x.unflatten(3, (side, side)).unflatten(2, (2, 2))
+    return x.permute(0, 4, 2, 5, 3, 1).flatten(3, 4).flatten(1, 2)
 
 
 def nest_image(model: nn.Module, unit: int, x: Tensor) -> Tensor:
@@ -559,9 +568,15 @@ MODELS: dict[str, Model] = {
     "timm mobilevit v2": Model(
         timm_model("mobilevitv2_050"),
         128,
+        units="32x32: stem conv; 16x16: subsample msa mlp msa mlp; "
+        "8x8: subsample msa mlp msa mlp msa mlp msa mlp; 4x4: subsample msa mlp msa mlp msa mlp mlp",
         maps=[],
         skipped={"no attention map was seen": 9},
         refused=NO_MAPS,
+        taps=inputs("stages.*.1.transformer.*.norm[12]", "stages.*.1.norm"),
+        tapped=range(2, 23),
+        to_image=folded,
+        faults={"units": "separable attention is found as mlp: it multiplies number by number, and no matrices"},
     ),
     "timm maxvit": Model(
         timm_model("test_maxvit"),
@@ -764,6 +779,7 @@ MODELS: dict[str, Model] = {
         units="4x4+1: stem msa mlp",
         maps=["1 x 2 heads on 4x4 in 16 windows", "1 x 2 heads on 4x4+1"] * 2,
         skipped={"attentions, since something leads around": 1},
+        taps=inputs("blocks.1.norm_out", "blocks.1.norm_mlp", "norm"),
     ),
     "timm visformer": Model(
         timm_class(

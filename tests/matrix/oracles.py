@@ -388,10 +388,10 @@ class Looks:
         return mass / sum(len(lie) for lie in self.places)
 
     def distance_of_mean(self) -> np.ndarray:
-        """Distance between patches, weighted by all attention of the map averaged over images `(1, head)`."""
+        """Distance between patches, weighted by all attention of the map averaged over images `(head,)`."""
         means = [paid.mean(0) for paid in self.paid]
         far = sum((mean * cdist(lie, lie)).sum((1, 2)) for mean, lie in zip(means, self.places, strict=True))
-        return np.array([far / sum(mean.sum((1, 2)) for mean in means)])
+        return far / sum(mean.sum((1, 2)) for mean in means)
 
     def middle(self, grid: tuple[int, int]) -> np.ndarray:
         """What the patch in the middle of a window looks at `(image, head, row, column)`, windows without padding."""

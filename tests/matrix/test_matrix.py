@@ -13,6 +13,7 @@ import torch
 import xarray as xr
 from models import MODELS, Model
 from oracles import Place, Tap
+from table import PAGE, line
 from torch import Tensor, nn
 
 from vitprobe.calling import logits_of, targets_of
@@ -25,6 +26,7 @@ BATCHES = (4, 1)  # the first is what the model is traced on; the last is shorte
 class Run:
     """One model with everything that was measured on it."""
 
+    name: str
     entry: Model
     model: nn.Module
     batches: list[Any]
@@ -84,8 +86,9 @@ def state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def measure(entry: Model) -> Run:
+def measure(name: str) -> Run:
     """Build a model and measure it twice with all probes, and once without any."""
+    entry = MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = entry.build()
@@ -116,7 +119,7 @@ def measure(entry: Model) -> Run:
     after = state(model)
     model.eval()
     left_out = json.loads(found.attrs.get("left_out", "{}"))
-    return Run(entry, model, batches, before, after, bare, watched[1:3], found, again, left_out)
+    return Run(name, entry, model, batches, before, after, bare, watched[1:3], found, again, left_out)
 
 
 def every_probe() -> list[Any]:
@@ -133,7 +136,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 @pytest.fixture(scope="module", params=MODELS)
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Every model in turn, measured once for all tests and let go of before the next."""
-    yield measure(MODELS[request.param])
+    yield measure(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -223,6 +226,11 @@ def test_what_was_left_out(run):
     assert len(skipped) == sum(run.entry.skipped.values()), skipped
 
 
+def test_the_page_lists_it(run):
+    told(run.entry.maps)
+    assert line(run.name, run) in PAGE.read_text(), "run python tests/matrix/table.py --write"
+
+
 def test_activations(run):
     taps = told(run.entry.taps)
     units = oracles.parse_units(run.entry.units)
@@ -234,12 +242,13 @@ def test_activations(run):
         image = np.concatenate([as_image(run, unit, units[unit].grid, *one) for one in activations])
         images.append(image[: BATCHES[0]])
         rows, columns = image.shape[1:3]
-        check(run["feature_variance"].variance.isel(layer=unit), oracles.variance(image), rtol=1e-4)
+        here = {"layer": unit}
+        check(run["feature_variance"].isel(here), "variance", oracles.variance(image), rtol=1e-4)
+        spectrum = "relative_log_amplitude"
         if np.gcd(rows, columns) > 1:
-            check(run["fourier"].relative_log_amplitude.isel(layer=unit), oracles.half_diagonal(image), atol=2e-3)
+            check(run["fourier"].isel(here), spectrum, oracles.half_diagonal(image), atol=2e-3)
         periods = {"y": np.fft.fftfreq(rows, 1 / rows).round(), "x": np.fft.fftfreq(columns, 1 / columns).round()}
-        plane = run["fourier_spectrum"].relative_log_amplitude.isel(layer=unit).sel(periods)
-        check(plane, oracles.spectrum(image), atol=2e-3)
+        check(run["fourier_spectrum"].isel(here).sel(periods), spectrum, oracles.spectrum(image), atol=2e-3)
     cka = run["cka"].cka.isel(layer=list(tapped), layer_other=list(tapped))
     np.testing.assert_allclose(cka, oracles.alike(images), atol=1e-3)
 
@@ -257,11 +266,12 @@ def as_image(run: Run, unit: int, grid: tuple[int, int], x: Tensor, nhwc: bool) 
     return oracles.as_image(x, grid, nhwc)
 
 
-def check(measured: xr.DataArray, values: np.ndarray, rtol: float = 1e-3, atol: float = 1e-5) -> None:
-    """Whether a variable is the mean over images, and so on; NaN pads units that are smaller."""
-    np.testing.assert_allclose(
-        measured.values[~np.isnan(measured.values)], values.mean(0).ravel(), rtol=rtol, atol=atol
-    )
+def check(ds: xr.Dataset, name: str, values: np.ndarray, rtol: float = 1e-3, atol: float = 1e-5) -> None:
+    """Whether a variable is the mean over images, and its error that of the mean; NaN pads places that are smaller."""
+    there = ds[name].notnull().values
+    error = values.std(0, ddof=1).ravel() / len(values) ** 0.5
+    np.testing.assert_allclose(ds[name].values[there], values.mean(0).ravel(), rtol=rtol, atol=atol, err_msg=name)
+    np.testing.assert_allclose(ds[f"{name}_se"].values[there], error, rtol=1e-2, atol=max(atol, 1e-4), err_msg=name)
 
 
 def test_attention(run):
@@ -284,15 +294,19 @@ def test_attention(run):
         np.testing.assert_allclose(map_.sum(-1), 1, atol=1e-4)
         looks = oracles.Looks(map_, lie)
         here = {"layer": index, "head": slice(site.heads)}
-        nonlocality = run["nonlocality"]
-        check(nonlocality.nonlocality.isel(here), looks.distance())
-        check(nonlocality.prefix_mass.isel(here), looks.elsewhere())
-        np.testing.assert_allclose(nonlocality.uniform_nonlocality.isel(layer=index), looks.uniform(), rtol=1e-5)
-        check(run["attention_entropy"].entropy.isel(here), looks.entropy())
-        check(run["spatial_operators"].mean_distance.isel(here), looks.distance_of_mean())
-        check(run["attention_maps"].attention.isel(here), looks.middle(site.grid))
-        mass = run["attention_offsets"].mass.isel(here).fillna(0)
-        check(mass, looks.offsets(mass.offset_y.values, mass.offset_x.values))
+        nonlocality = run["nonlocality"].isel(here)
+        check(nonlocality, "nonlocality", looks.distance())
+        check(nonlocality, "prefix_mass", looks.elsewhere())
+        np.testing.assert_allclose(nonlocality.uniform_nonlocality, looks.uniform(), rtol=1e-5)
+        check(run["attention_entropy"].isel(here), "entropy", looks.entropy())
+        check(run["attention_maps"].isel(here), "attention", looks.middle(site.grid))
+        offsets = run["attention_offsets"].isel(here)
+        mass = looks.offsets(offsets.offset_y.values, offsets.offset_x.values)
+        there = offsets.mass.notnull().any("head").values
+        assert not mass[..., ~there].any()
+        check(offsets, "mass", mass[..., there])
+        operators = run["spatial_operators"].isel(here)
+        np.testing.assert_allclose(operators.mean_distance, looks.distance_of_mean(), rtol=1e-3)
     if run.entry.gates:
         gates = [p.sigmoid() for name, p in run.model.named_parameters() if name.endswith(("gating_param", "gate"))]
         np.testing.assert_allclose(run["attention_gates"].gate, torch.stack(gates).detach().numpy(), atol=1e-4)
