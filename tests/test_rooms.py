@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vitprobe"
 
-LEAVES = {"seeds", "names", "intervals", "calling"}  # helpers without a room of their own: anybody may use them
+LEAVES = {"seeds", "names", "intervals", "calling", "ranks"}  # helpers without a room of their own: for anybody
 ALLOWED = {
     "models": set(),
     "initializers": {"models", "results"},
@@ -25,7 +25,9 @@ ALLOWED = {
     "runs": {"models", "initializers", "data", "training", "results"},
     "study": {"results", "claims", "figures"},
     "report": {"results", "figures"},
-    "cli": {"models", "data", "training", "probes", "figures", "results", "study", "report"},
+    "cli": {"models", "data", "training", "probes", "figures", "results", "study", "report", "runs", "cli_train"},
+    "cli_train": {"cli", "models", "data", "training", "probes", "results", "runs"},
+    "__main__": {"cli"},
 }
 WITHOUT_TORCH = ("results", "claims", "figures", "study", "report", "seeds", "names", "intervals", "cli")
 

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vitprobe.calling import eager, evaluation_mode, same_buffers
 from vitprobe.curvature.lanczos import norm
 from vitprobe.names import unknown
+from vitprobe.ranks import Group, Ranks
 
 Loss = Callable[[Tensor, Any], Tensor]
 Product = Literal["hessian", "gauss_newton"]
@@ -32,9 +33,14 @@ class LossOperator:
     kernel (fused kernels have no second derivative), autocast and TF32 are off; gradients, modes and flags are handed
     back as they were.
 
+    With a group the batches of all its processes count together: each goes through its own, and values, gradients and
+    products are summed, to the last bit the same on all. Every rank then calls the same methods in the same order,
+    with the same vectors.
+
     Args:
         model: the module, unwrapped.
-        batches: what `forward` takes; gone through once for each product, and the same every time.
+        batches: what `forward` takes; gone through once for each product, and the same every time. Of a group a
+            process may have none.
         forward: `forward(model, batch) -> (logits, targets)`.
         loss: `loss(logits, targets)`, a mean over the batch.
         images: gives the number of images of a batch.
@@ -43,11 +49,16 @@ class LossOperator:
         decay: `"half_square"`: `|w|^2 / 2`, which shifts every eigenvalue of the Hessian by the coefficient;
             `"sum_of_norms"`: the sum over tensors of their lengths, unsquared, as Park & Kim's code adds it up.
         dtype: `torch.float64` computes on a copy in double precision; `None` keeps the model's own.
+        group: a group of `torch.distributed`; `None` is this process alone.
+
+    Attributes:
+        images: images in each of this process's batches.
+        total: images in all batches, of all processes.
 
     Raises:
         ValueError: if no parameter matches or one is in half precision, there are no batches, the loss is not finite
-            or not the same twice, batch norm would take its statistics from the batch, or the sum of norms has no
-            derivative.
+            or not the same twice, batch norm would take its statistics from the batch, the sum of norms has no
+            derivative, or another rank fails.
     """
 
     def __init__(
@@ -62,6 +73,7 @@ class LossOperator:
         weight_decay: float = 0.0,
         decay: Decay = "half_square",
         dtype: torch.dtype | None = None,
+        group: Group = None,
     ) -> None:
         if decay not in DECAYS:
             raise unknown("decay", decay, DECAYS)
@@ -90,10 +102,13 @@ class LossOperator:
                 "dtype=torch.float32 computes on a copy in single precision."
             )
         self.size = sum(p.numel() for p in self.parameters)
-        self.images = [images(batch) for batch in batches]
-        if not self.images:
+        self.ranks = Ranks(group, self.device)
+        with self.ranks.together():
+            self.images = [images(batch) for batch in batches]
+        self.total = sum(self.ranks.gathered(sum(self.images)))
+        if not self.total:
             raise ValueError("a loss needs at least one batch.")
-        self.shares = [count / sum(self.images) for count in self.images]
+        self.shares = [count / self.total for count in self.images]
         self.products = 0
         self._graph: tuple[Tensor, list[Tensor]] | None = None
         self._repeatable = False
@@ -116,24 +131,27 @@ class LossOperator:
 
     def value(self) -> float:
         """The loss at the parameters."""
-        if self._graph is not None:
-            return self._graph[0].item() + self.decay_value()
         total = 0.0
-        for b, batch, share in self._parts():
-            with self.quiet(), torch.no_grad():
-                total += share * self._batch_loss(b, batch).item()
-        return total + self.decay_value()
+        with self.ranks.together():
+            for b, batch, share in self._parts():
+                if self._graph is not None:
+                    total += share * self._graph[0].item()
+                    continue
+                with self.quiet(), torch.no_grad():
+                    total += share * self._batch_loss(b, batch).item()
+        return sum(self.ranks.gathered(total)) + self.decay_value()
 
     def gradient(self) -> Tensor:
         """The gradient of the loss `(parameter,)`."""
-        total = self.decay_gradient()
-        for b, batch, share in self._parts():
-            with self.quiet():
-                # With a single batch a product will want the graph anyway.
-                single = len(self.shares) == 1
-                slopes = self._linearised(b, batch) if single else self._gradients(self._batch_loss(b, batch))
-                total.add_(self._flatten(slopes), alpha=share)
-        return total
+        total = self._once(self.decay_gradient())
+        with self.ranks.together():
+            for b, batch, share in self._parts():
+                with self.quiet():
+                    # With a single batch a product will want the graph anyway.
+                    single = len(self.shares) == 1
+                    slopes = self._linearised(b, batch) if single else self._gradients(self._batch_loss(b, batch))
+                    total.add_(self._flatten(slopes), alpha=share)
+        return self.ranks.sum(total)
 
     def product(self, vectors: Tensor, *, of: Product = "hessian") -> Tensor:
         """Curvature times vectors, exact to rounding: `(parameter,)` or `(parameter, vector)` to the same shape.
@@ -150,13 +168,19 @@ class LossOperator:
             The products.
         """
         columns = vectors[:, None] if vectors.ndim == 1 else vectors
-        result = self.decay_product(columns)
-        for b, batch, share in self._parts():
-            with self.quiet():
-                for i, part in enumerate(self._batch_products(b, batch, columns, of)):
-                    result[:, i].add_(part, alpha=share)
+        result = self._once(self.decay_product(columns))
+        with self.ranks.together():
+            for b, batch, share in self._parts():
+                with self.quiet():
+                    for i, part in enumerate(self._batch_products(b, batch, columns, of)):
+                        result[:, i].add_(part, alpha=share)
+        result = self.ranks.sum(result)
         self.products += columns.shape[1]
         return result[:, 0] if vectors.ndim == 1 else result
+
+    def _once(self, decay: Tensor) -> Tensor:
+        """What a sum over ranks is to hold a single time: here on the first of them, zeros on others."""
+        return decay if self.ranks.first else decay.zero_()
 
     def _parts(self) -> Iterator[tuple[int, Any, float]]:
         """Number, batch and share of each batch."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vitprobe.attach import AttentionSite
 from vitprobe.probes.base import RunningMean, along_layer
+from vitprobe.ranks import merged
 
 PIECE = 1 << 17  # numbers in the maps of a few images: half a MiB
 
@@ -125,6 +126,10 @@ class SiteMean:
     def add(self, site: AttentionSite, values: Tensor) -> None:
         """Add the values `(image, ...)` of one site for a chunk of images."""
         self._means.setdefault(site.name, RunningMean()).add(values)
+
+    def merge(self, other: "SiteMean") -> None:
+        """Add the images that another has seen."""
+        self._means = merged(self._means, other._means)
 
     def variables(
         self,

@@ -34,6 +34,7 @@ class AttentionEntropy(FeatureProbe):
         "Zhai et al. 2023, Stabilizing Transformer Training by Preventing Attention Entropy Collapse, arXiv:2303.06296"
     )
     reads = "attention"
+    summed = ("_entropy",)
 
     def start(self) -> None:
         """Forget everything that was measured."""
@@ -83,7 +84,7 @@ def attention_entropy(model: nn.Module, batches: Iterable[Any], **options: Any) 
     Args:
         model: any eager PyTorch vision model.
         batches: images, as `probe` takes them.
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `entropy` and `entropy_ratio` (layer, head), each with its standard error over images, and `uniform_entropy`

@@ -31,12 +31,13 @@ class AttentionGates(FeatureProbe):
     title = "Gates between content and position by layer and head"
     references = "d'Ascoli et al. 2021, ConViT, arXiv:2103.10697, eq. 7 and Fig. 6"
     reads = "gated attention"
+    summed = ("_gate", "_nonlocality", "_refused")
 
     def start(self) -> None:
         """Forget everything that was measured."""
         self._reach, self._gate = Reach(), SiteMean()
         self._nonlocality = {part: SiteMean() for part in _PARTS}
-        self._refused: dict[str, float] = {}
+        self._refused: dict[str, list[float]] = {}  # the worst of a process
 
     def update(self, where: AttentionSite, what: tuple[Tensor, Tensor, Tensor]) -> None:
         """Add the gated maps and their content and position parts of one site for a chunk of images."""
@@ -46,7 +47,7 @@ class AttentionGates(FeatureProbe):
         # The layer has gates or has none, whatever the image: the first one tells.
         worst = float(gate_residual(gated[:1], content[:1], position[:1], gate[:1]).max())
         if worst > (HALF_TOLERANCE if half else TOLERANCE):
-            self._refused[where.name] = max(worst, self._refused.get(where.name, 0.0))
+            self._refused[where.name] = [max(worst, *self._refused.get(where.name, [0.0]))]
         self._gate.add(where, gate)
         for statistic, maps in zip(self._nonlocality.values(), (gated, content, position), strict=True):
             shared = maps.stride(0) == 0  # one map for all images
@@ -56,7 +57,7 @@ class AttentionGates(FeatureProbe):
     def dataset(self, places: Sequence[AttentionSite]) -> xr.Dataset:
         """The statistics along `layer` and `head`; NaN where a layer has fewer heads."""
         if self._refused:
-            name, worst = max(self._refused.items(), key=lambda item: item[1])
+            worst, name = max((max(found), name) for name, found in self._refused.items())
             raise ValueError(
                 f"attention_gates: the map of {name} is {worst:.2g} away from any (1 - g) A + g B of the two softmaxes "
                 "found in it, with one g per head: it has no gates. Measure it with Nonlocality."
@@ -108,7 +109,7 @@ def attention_gates(model: nn.Module, batches: Iterable[Any], **options: Any) ->
     Args:
         model: any eager PyTorch vision model with gated positional self-attention.
         batches: images, as `probe` takes them.
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `gate`, `nonlocality`, `content_nonlocality` and `position_nonlocality` (layer, head), each with its standard

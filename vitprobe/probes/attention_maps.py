@@ -66,6 +66,7 @@ class AttentionMaps(FeatureProbe):
     title = TITLE
     references = REFERENCES
     reads = "attention"
+    summed = ("_statistics",)
 
     def __init__(self, queries: Queries = "middle", images: Images = "mean") -> None:
         if isinstance(queries, str) and queries not in ("middle", "all"):
@@ -78,6 +79,10 @@ class AttentionMaps(FeatureProbe):
     def config(self) -> dict[str, Any]:
         """The queries and images asked for."""
         return {"queries": self.queries, "chosen_images": "mean" if self.chosen is None else self.chosen}
+
+    def alone(self) -> str:
+        """Chosen images go by their places in one order of the batches."""
+        return "" if self.chosen is None else "images= are places in the order of one process's batches"
 
     def start(self) -> None:
         """Forget everything that was measured."""
@@ -248,7 +253,7 @@ def attention_maps(
         images: `"mean"`, how many to keep from the first on, or a list of their places in the order of the batches.
         path: a file `<stem>.nc` for the maps of chosen images, written whole or not at all, and batch by batch, so that
             no more than one batch of maps is in memory.
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `attention` (layer, head, y, x) and `prefix_mass` (layer, head), with a dimension `sample` before them for

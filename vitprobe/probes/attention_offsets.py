@@ -39,6 +39,7 @@ class AttentionOffsets(FeatureProbe):
         "Cordonnier et al. 2020, On the Relationship between Self-Attention and Convolutional Layers, arXiv:1911.03584"
     )
     reads = "attention"
+    summed = ("_mass", "_local", "_prefix")
 
     def __init__(self, neighbourhood: int = 3) -> None:
         _check_odd(neighbourhood)
@@ -56,10 +57,9 @@ class AttentionOffsets(FeatureProbe):
 
     def update(self, where: AttentionSite, what: Tensor) -> None:
         """Add the maps `(image, window, head, query, key)` of one site for a chunk of images."""
-        if where.name not in self._offsets:
-            self._offsets[where.name] = site_offsets(where)
-            self._index[where.name] = self._offsets[where.name].index.to(what.device)
-        offsets = self._offsets[where.name]
+        offsets = self._of_site(where)
+        if where.name not in self._index:
+            self._index[where.name] = offsets.index.to(what.device)
         mass, elsewhere = offset_mass(in_single(where, what), self._index[where.name], offsets)
         if where.source.sink:
             elsewhere = elsewhere + (1 - mass.sum((-2, -1)) - elsewhere).clamp_min(0)
@@ -70,7 +70,7 @@ class AttentionOffsets(FeatureProbe):
 
     def dataset(self, places: Sequence[AttentionSite]) -> xr.Dataset:
         """The statistics along `layer`, `head` and the offsets."""
-        by_site = self._offsets
+        by_site = {site.name: self._of_site(site) for site in places}
         shape = tuple(max(by_site[site.name].shape[axis] for site in places) for axis in (0, 1))
 
         def centred(site: AttentionSite, values: np.ndarray) -> np.ndarray:
@@ -113,6 +113,11 @@ class AttentionOffsets(FeatureProbe):
             places, "prefix_mass", long_name="attention of patches to prefix tokens and sinks", units="1"
         )
         return xr.Dataset(variables, coords=head_coordinate(places) | _offset_coordinates(shape))
+
+    def _of_site(self, site: AttentionSite) -> "Offsets":
+        if site.name not in self._offsets:
+            self._offsets[site.name] = site_offsets(site)
+        return self._offsets[site.name]
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,7 @@ def attention_offsets(
         model: any eager PyTorch vision model.
         batches: images, as `probe` takes them.
         neighbourhood: side of the square of offsets that `local_mass` is of [patches], odd.
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `mass` and `mean_weight` (layer, head, offset_y, offset_x), `local_mass` and `prefix_mass` (layer, head), each

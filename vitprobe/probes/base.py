@@ -5,8 +5,9 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -28,30 +29,42 @@ from vitprobe.calling import (
     unwrap,
 )
 from vitprobe.names import unknown
+from vitprobe.ranks import Group, Ranks, agreed, merged
 from vitprobe.results import provenance
 
 INPUTS: tuple[Inputs, ...] = ("patch embedding", "layer")
 
 
-class RunningMean:
-    """Mean and standard error over images of values that arrive in chunks `(image, ...)`, in float64."""
+class _Moments(ABC):
+    """Mean and products of deviations over images of values that arrive in chunks `(image, ...)`, in float64."""
 
     def __init__(self) -> None:
         self.count = 0
         self._mean: Tensor | None = None
-        self._squares: Tensor | None = None
+        self._products: Tensor | None = None
+
+    @abstractmethod
+    def _multiplied(self, deviations: Tensor) -> Tensor:
+        """The products of deviations `(image, ...)`, summed over images."""
 
     def add(self, values: Tensor) -> None:
         """Add a chunk (Chan, Golub & LeVeque's update, which does not cancel)."""
         values = values.detach().to(torch.float64)
-        count, mean = len(values), values.mean(0)
-        squares = (values - mean).square().sum(0)
-        if self._mean is None or self._squares is None:
-            self.count, self._mean, self._squares = count, mean, squares
+        mean = values.mean(0)
+        self._take(len(values), mean, self._multiplied(values - mean))
+
+    def merge(self, other: Self) -> None:
+        """Add the images that another of its kind has seen, by the same update."""
+        if other._mean is not None and other._products is not None:
+            self._take(other.count, other._mean.clone(), other._products.clone())
+
+    def _take(self, count: int, mean: Tensor, products: Tensor) -> None:
+        if self._mean is None or self._products is None:
+            self.count, self._mean, self._products = count, mean, products
             return
         total = self.count + count
-        step = mean - self._mean
-        self._squares += squares + step.square() * (self.count * count / total)
+        step = mean.to(self._mean.device) - self._mean
+        self._products += products.to(step.device) + self._multiplied(step[None]) * (self.count * count / total)
         self._mean += step * (count / total)
         self.count = total
 
@@ -61,52 +74,37 @@ class RunningMean:
         assert self._mean is not None
         return self._mean.cpu().numpy()
 
-    @property
-    def standard_error(self) -> np.ndarray:
-        """The standard error of the mean, images being the independent units; NaN for one image."""
-        assert self._squares is not None
-        squares = self._squares.cpu().numpy()
-        if self.count < 2:
-            return np.full_like(squares, np.nan)
-        return np.sqrt(squares / (self.count - 1) / self.count)
-
-
-class RunningCovariance:
-    """Mean over images of vectors that arrive in chunks `(image, entry)`, and the covariance of that mean."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._mean: Tensor | None = None
-        self._products: Tensor | None = None
-
-    def add(self, values: Tensor) -> None:
-        """Add a chunk, as `RunningMean` does."""
-        values = values.detach().to(torch.float64)
-        count, mean = len(values), values.mean(0)
-        products = (values - mean).T @ (values - mean)
-        if self._mean is None or self._products is None:
-            self.count, self._mean, self._products = count, mean, products
-            return
-        total = self.count + count
-        step = mean - self._mean
-        self._products += products + torch.outer(step, step) * (self.count * count / total)
-        self._mean += step * (count / total)
-        self.count = total
-
-    @property
-    def mean(self) -> np.ndarray:
-        """The mean over all images `(entry,)`."""
-        assert self._mean is not None
-        return self._mean.cpu().numpy()
-
-    @property
-    def covariance(self) -> np.ndarray:
-        """The covariance of the mean, images being the independent units; NaN for one image."""
+    def _of_mean(self) -> np.ndarray:
+        """The products of the mean's own deviations, images being the independent units; NaN for one image."""
         assert self._products is not None
         products = self._products.cpu().numpy()
         if self.count < 2:
             return np.full_like(products, np.nan)
         return products / (self.count - 1) / self.count
+
+
+class RunningMean(_Moments):
+    """Mean and standard error over images of values that arrive in chunks `(image, ...)`, in float64."""
+
+    def _multiplied(self, deviations: Tensor) -> Tensor:
+        return deviations.square().sum(0)
+
+    @property
+    def standard_error(self) -> np.ndarray:
+        """The standard error of the mean, images being the independent units; NaN for one image."""
+        return np.sqrt(self._of_mean())
+
+
+class RunningCovariance(_Moments):
+    """Mean over images of vectors that arrive in chunks `(image, entry)`, and the covariance of that mean."""
+
+    def _multiplied(self, deviations: Tensor) -> Tensor:
+        return deviations.T @ deviations
+
+    @property
+    def covariance(self) -> np.ndarray:
+        """The covariance of the mean, images being the independent units; NaN for one image."""
+        return self._of_mean()
 
 
 class UnitMean:
@@ -135,6 +133,11 @@ class UnitMean:
             if index - 1 in whole:
                 self.change.setdefault(index, RunningMean()).add(values - whole[index - 1].to(values.device))
         self._batch.clear()
+
+    def merge(self, other: "UnitMean") -> None:
+        """Add the images of whole batches that another has seen."""
+        self.value = merged(self.value, other.value)
+        self.change = merged(self.change, other.change)
 
     def variables(self, places: Sequence[Unit], name: str, *, long_name: str, units: str) -> dict[str, Any]:
         """`name` and `name_change` along `layer` with their standard errors.
@@ -172,6 +175,8 @@ class FeatureProbe(ABC):
         inputs: what attention sees in the pass: its layer's own input, or the patch embedding in every layer.
         whole_batches: whether an activation comes with all images of the batch at once instead of in chunks, for
             what compares images with each other.
+        summed: names of the attributes that hold what was measured when a batch is over, if processes can sum that up:
+            what `vitprobe.ranks.merged` puts together.
     """
 
     name: ClassVar[str]
@@ -180,6 +185,7 @@ class FeatureProbe(ABC):
     reads: ClassVar[Literal["activation", "attention", "gated attention", "output"]]
     inputs: Inputs = "layer"
     whole_batches: ClassVar[bool] = False
+    summed: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def start(self) -> None:
@@ -203,6 +209,19 @@ class FeatureProbe(ABC):
         """The options that the numbers depend on."""
         return {}
 
+    def alone(self) -> str:
+        """Why processes cannot measure this together; empty if they can."""
+        return "" if self.summed else "it names no attributes in `summed` that could be"
+
+    def state(self) -> dict[str, Any]:
+        """What was measured, for `merge` in another process."""
+        return {name: getattr(self, name) for name in self.summed}
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add what another process has measured, as if its batches had come after those of this one."""
+        for name, theirs in state.items():
+            setattr(self, name, merged(getattr(self, name), theirs))
+
     def run(self, model: nn.Module, batches: Iterable[Any], **options: Any) -> xr.Dataset:
         """This probe alone: `probe(model, batches, [self])` as one flat dataset."""
         return _run(model, batches, [self], **options)[0][self.name]
@@ -217,6 +236,7 @@ def probe(
     prefix: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     missing: Literal["raise", "skip"] = "raise",
+    group: Group = None,
     progress: bool = True,
 ) -> xr.DataTree:
     """Measure a model with any number of probes in one pass over the batches.
@@ -235,6 +255,9 @@ def probe(
         forward: `forward(model, batch)` for models that are called in another way.
         missing: what to do about a probe that has nothing to measure here (attention in a network without it):
             `"raise"`, or `"skip"` and name it in the tree's attribute `left_out` (JSON: probe to reason).
+        group: a group of `torch.distributed` whose processes call this together, each with batches of its own or
+            none: all get what one of them would give over the batches of rank 0, then those of rank 1, and so on.
+            Unless given, this process measures alone, whatever others do.
         progress: whether a terminal shows a progress bar.
 
     Returns:
@@ -242,10 +265,19 @@ def probe(
 
     Raises:
         TypeError: if the model cannot be watched, or a probe is none.
-        ValueError: if there are no batches, or nothing to measure.
+        ValueError: if there are no batches, or nothing to measure; if the ranks of a group have other models or sizes
+            of images, a probe cannot be summed over them, or one of them fails.
     """
     found, left_out = _run(
-        model, batches, probes, layers=layers, prefix=prefix, forward=forward, missing=missing, progress=progress
+        model,
+        batches,
+        probes,
+        layers=layers,
+        prefix=prefix,
+        forward=forward,
+        missing=missing,
+        group=group,
+        progress=progress,
     )
     tree = xr.DataTree.from_dict(found)
     if left_out:
@@ -262,6 +294,7 @@ def _run(
     prefix: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     missing: Literal["raise", "skip"] = "raise",
+    group: Group = None,
     progress: bool = True,
 ) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
     if isinstance(probes, FeatureProbe):
@@ -275,54 +308,142 @@ def _run(
         raise ValueError(f"two probes of one name in {names}: datasets go by it; measure them one after the other.")
     if missing not in ("raise", "skip"):
         raise unknown("missing", missing, ("raise", "skip"))
+    for one in probes:
+        if group is not None and (reason := one.alone()):
+            raise ValueError(
+                f"{one.name} cannot be summed over ranks: {reason}. Measure it on one rank, without group=."
+            )
     bare = unwrap(model)
-    forward = forward or default_forward
-    found: Plan | None = None
+    device = next((p.device for p in bare.parameters()), torch.device("cpu"))
+    ranks = Ranks(group, device)
+    ranks.require_same(bare)
+    with ranks.together():
+        seen = _pass(
+            bare,
+            batches,
+            probes,
+            layers=layers,
+            prefix=prefix,
+            forward=forward or default_forward,
+            missing=missing,
+            progress=progress and ranks.first,
+        )
+    seen = _Seen.of_all(ranks.gathered(seen))
+    probes = [one for one in probes if one.name not in seen.left_out]
+
+    def take(states: list[dict[str, Any]]) -> None:
+        for one, state in zip(probes, states, strict=True):
+            one.merge(state)
+
+    def datasets() -> tuple[dict[str, xr.Dataset], dict[str, str]]:
+        found: dict[str, xr.Dataset] = {}
+        left_out = dict(seen.left_out)
+        for one in probes:
+            try:
+                found[one.name] = _dataset(one, seen, bare, device, {} if group is None else {"ranks": ranks.count})
+            except ValueError as error:  # what only the whole measurement shows: no unit has a diagonal frequency, say
+                if missing == "raise":
+                    raise
+                left_out[one.name] = str(error)
+        return found, left_out
+
+    if group is not None:
+        ranks.to_first([one.state() for one in probes], take)
+    return ranks.from_first(datasets)
+
+
+@dataclass
+class _Seen:
+    """What a pass was over.
+
+    Attributes:
+        plan: what the model shows; `None` if there were no batches.
+        shape: of the images `(channel, y, x)`.
+        images: number of them.
+        left_out: probes that have nothing to measure here, and why.
+        said: what the batches say of themselves.
+    """
+
+    plan: Plan | None
+    shape: tuple[int, ...]
+    images: int
+    left_out: dict[str, str]
+    said: dict[str, Any]
+
+    @classmethod
+    def of_all(cls, shares: "Sequence[_Seen]") -> "_Seen":
+        """What the passes of all ranks were over together; an error if there were no batches, or they do not fit."""
+        some = {rank: one for rank, one in enumerate(shares) if one.plan is not None}
+        if not some:
+            raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
+        number, first = next(iter(some.items()))
+        advice = "give all ranks batches of one kind, and the same layers=, prefix= and forward=."
+        for rank, one in some.items():
+            for what, mine, theirs in (
+                ("images (channel, y, x) of", first.shape, one.shape),
+                ("nothing to measure for", sorted(first.left_out), sorted(one.left_out)),
+            ):
+                if mine != theirs:
+                    raise ValueError(f"rank {rank} has {what} {theirs}, where rank {number} has {mine}: {advice}")
+            if other := first._shown() ^ one._shown():
+                raise ValueError(
+                    f"ranks {number} and {rank} see other units or attention maps: {sorted(other)[:3]}: {advice}"
+                )
+        said = agreed([one.said for one in shares])
+        return cls(first.plan, first.shape, sum(one.images for one in shares), first.left_out, said)
+
+    def _shown(self) -> set[tuple[str, tuple[int, int]]]:
+        """Names and grids of all units and attention maps."""
+        assert self.plan is not None
+        units = {(unit.name, unit.layout.grid) for unit in self.plan.units}
+        return units | {(site.name, site.grid) for site in self.plan.attentions}
+
+
+def _pass(
+    model: nn.Module,
+    batches: Iterable[Any],
+    probes: Sequence[FeatureProbe],
+    *,
+    layers: str | Sequence[str],
+    prefix: int | None,
+    forward: Callable[[nn.Module, Any], Any],
+    missing: Literal["raise", "skip"],
+    progress: bool,
+) -> _Seen:
+    """The pass over this process's batches, which leaves the probes full."""
+    seen = _Seen(None, (), 0, {}, {})
     watches: list[Watch] = []
-    shape: tuple[int, ...] = ()
-    images = 0
-    left_out: dict[str, str] = {}
     for one in probes:
         one.start()
-    with untouched(bare):
+    with untouched(model):
         for batch in tqdm(as_batches(batches), desc="probe", unit="batch", disable=None if progress else True):
-            batch = to_model(batch, bare)
+            batch = to_model(batch, model)
             size, *here = images_of(batch).shape
-            if found is None:
-                found, shape = plan(bare, batch, layers=layers, prefix=prefix, forward=forward), tuple(here)
-                left_out = {one.name: reason for one in probes if (reason := _reason_against(one, found, batch))}
-                if left_out and missing == "raise":
-                    raise ValueError(next(iter(left_out.values())))
-                probes = [one for one in probes if one.name not in left_out]
+            if seen.plan is None:
+                seen.plan = plan(model, batch, layers=layers, prefix=prefix, forward=forward)
+                seen.shape = tuple(here)
+                seen.left_out = {one.name: why for one in probes if (why := _reason_against(one, seen.plan, batch))}
+                if seen.left_out and missing == "raise":
+                    raise ValueError(next(iter(seen.left_out.values())))
+                probes = [one for one in probes if one.name not in seen.left_out]
                 # What attention sees is the same for all probes of a pass; the model's own comes last.
                 of_input = {kind: [one for one in probes if one.inputs == kind] for kind in INPUTS}
-                watches = [_watch(bare, found, readers, kind) for kind, readers in of_input.items() if readers]
-            elif tuple(here) != shape:
+                watches = [_watch(model, seen.plan, readers, kind) for kind, readers in of_input.items() if readers]
+            elif tuple(here) != seen.shape:
                 raise ValueError(
-                    f"images of {tuple(here)} after images of {shape} (channel, y, x): frequencies and distances "
+                    f"images of {tuple(here)} after images of {seen.shape} (channel, y, x): frequencies and distances "
                     "are not comparable between sizes; measure each size by itself."
                 )
             for one in probes:
                 one.start_batch(batch)
-            output = [watch(forward, bare, batch) for watch in watches][-1] if watches else None
+            output = [watch(forward, model, batch) for watch in watches][-1] if watches else None
             for one in probes:
                 if one.reads == "output":
                     one.update(targets_of(batch), logits_of(output))
                 one.end_batch()
-            images += size
-    if found is None:
-        raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
-    said = described_batches(batches)
-    device = next((str(p.device) for p in bare.parameters()), "cpu")
-    datasets: dict[str, xr.Dataset] = {}
-    for one in probes:
-        try:
-            datasets[one.name] = _dataset(one, found, bare, images, device, said)
-        except ValueError as error:  # what only the whole measurement shows: no unit has a diagonal frequency, say
-            if missing == "raise":
-                raise
-            left_out[one.name] = str(error)
-    return datasets, left_out
+            seen.images += size
+    seen.said = described_batches(batches)
+    return seen
 
 
 def _places(one: FeatureProbe, found: Plan) -> Sequence[Unit] | Sequence[AttentionSite]:
@@ -395,9 +516,10 @@ def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe], inputs
 
 
 def _dataset(
-    one: FeatureProbe, found: Plan, model: nn.Module, images: int, device: str, said: dict[str, Any]
+    one: FeatureProbe, seen: _Seen, model: nn.Module, device: torch.device, more: dict[str, int]
 ) -> xr.Dataset:
-    ds = one.dataset(places := _places(one, found))
+    assert seen.plan is not None
+    ds = one.dataset(places := _places(one, seen.plan))
     if one.reads != "output":
         ds = ds.assign_coords(coordinates(places))
     options = one.config()
@@ -411,11 +533,12 @@ def _dataset(
             device=device,
             probe=one.name,
             **described(model),
-            **said,
-            images=images,
-            image_height=found.image[0],
-            image_width=found.image[1],
-            skipped=json.dumps(list(found.skipped)),
+            **seen.said,
+            images=seen.images,
+            image_height=seen.plan.image[0],
+            image_width=seen.plan.image[1],
+            skipped=json.dumps(list(seen.plan.skipped)),
+            **more,
             **named,
         )
         | ds.attrs

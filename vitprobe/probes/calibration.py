@@ -110,6 +110,7 @@ class Calibration(FeatureProbe):
         "Park & Kim 2022, How Do Vision Transformers Work?, arXiv:2202.06709"
     )
     reads = "output"
+    summed = ("_soft", "_means", "_curve", "_slope", "_confidence", "_correct", "_log_confidences")
 
     def __init__(
         self, bins: int = 10, definition: Definition = "corrected", *, resamples: int = 1000, seed: int = 0
@@ -287,7 +288,7 @@ def calibration(
         definition: of the bins, `"corrected"` or `"paper"`.
         resamples: of the bootstrap over images.
         seed: of its draws.
-        **options: `forward` and `progress` of `probe`.
+        **options: `forward`, `group` and `progress` of `probe`.
 
     Returns:
         Along `bin`, with the edges `bin_low` and `bin_high`: `bin_accuracy`, `bin_confidence`, and the confidence

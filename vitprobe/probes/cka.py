@@ -22,6 +22,7 @@ from vitprobe.calling import as_batches, default_forward, described, to_model, u
 from vitprobe.intervals import t_quantile
 from vitprobe.names import unknown
 from vitprobe.probes.base import FeatureProbe, coordinates
+from vitprobe.ranks import Ranks
 from vitprobe.results import stack_runs
 
 Estimator = Literal["unbiased", "biased"]
@@ -122,6 +123,34 @@ class _Sums:
             return self.cross / np.sqrt(self.own[:, None] * self.other)
 
 
+class _Groups:
+    """The sums of every batch, or from the 65th on of groups: batch b is in group b modulo their number."""
+
+    def __init__(self) -> None:
+        self.sums: list[_Sums] = []
+        self.batches = 0
+
+    def __len__(self) -> int:
+        return len(self.sums)
+
+    def add(self, sums: _Sums) -> None:
+        """Add a batch."""
+        self._put(self.batches, sums)
+        self.batches += 1
+
+    def merge(self, other: "_Groups") -> None:
+        """Add the batches of another, in its order, after those that are here."""
+        for group, sums in enumerate(other.sums):
+            self._put(self.batches + group, sums)
+        self.batches += other.batches
+
+    def _put(self, batch: int, sums: _Sums) -> None:
+        if batch < GROUPS:
+            self.sums.append(sums)
+        else:
+            self.sums[batch % GROUPS] += sums
+
+
 class CKA(FeatureProbe):
     """Centred kernel alignment between all pairs of units, from 0 (unlike) to 1 (equal but for rotation and scale).
 
@@ -152,6 +181,7 @@ class CKA(FeatureProbe):
     )
     reads = "activation"
     whole_batches = True
+    summed = ("_groups", "_left_out")
 
     def __init__(self, estimator: Estimator = "unbiased", tokens: Tokens = "patches") -> None:
         for what, given, known in (("estimator", estimator, Estimator), ("tokens", tokens, Tokens)):
@@ -163,8 +193,8 @@ class CKA(FeatureProbe):
     def start(self) -> None:
         """Forget everything that was measured."""
         self._grams: dict[int, Tensor] = {}
-        self._groups: list[_Sums] = []
-        self._batches = self._left_out = 0
+        self._groups = _Groups()
+        self._left_out = 0
 
     def update(self, where: Unit, what: Activation) -> None:
         """Add all images of a batch of one unit."""
@@ -181,12 +211,7 @@ class CKA(FeatureProbe):
             self._left_out += 1
             return
         mine = _stacked(self._grams)
-        sums = _Sums.of_batch(mine, self._others(mine))
-        if len(self._groups) < GROUPS:
-            self._groups.append(sums)
-        else:
-            self._groups[self._batches % GROUPS] += sums
-        self._batches += 1
+        self._groups.add(_Sums.of_batch(mine, self._others(mine)))
         self._grams.clear()
 
     def _others(self, mine: Tensor) -> Tensor:
@@ -208,10 +233,11 @@ class CKA(FeatureProbe):
                 "each other inside a batch: give larger ones, e.g. DataLoader(..., batch_size=128)."
             )
         other = self._places_other(places)
-        total = sum(self._groups[1:], self._groups[0])
+        groups = self._groups.sums
+        total = sum(groups[1:], groups[0])
         value = total.cka()
-        without = np.stack([(total - group).cka() for group in self._groups])
-        images = np.array([group.images for group in self._groups])
+        without = np.stack([(total - group).cka() for group in groups])
+        images = np.array([group.images for group in groups])
         pairs = ("layer", "layer_other")
         text = "centred kernel alignment"
         ds = xr.Dataset(
@@ -236,7 +262,7 @@ class CKA(FeatureProbe):
             },
             attrs={
                 "images": total.images,
-                "batches": self._batches,
+                "batches": self._groups.batches,
                 "batches_left_out": self._left_out,
                 **self._of_other(),
             },
@@ -286,6 +312,15 @@ class _Between(CKA):
         super().start()
         self._other_grams: dict[int, Tensor] = {}
         self._plan: Plan | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What was measured, and what the other model shows."""
+        return {**super().state(), "plan": self._plan}
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add what another process has measured; this one may have had no batches."""
+        self._plan = self._plan or state["plan"]
+        super().merge({name: value for name, value in state.items() if name in self.summed})
 
     def shown(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, each of which the other model has seen when it is handed out, in its own precision."""
@@ -339,7 +374,7 @@ def cka(
         estimator: `"unbiased"` or `"biased"`.
         tokens: `"patches"` or `"all"`.
         other_options: `layers`, `prefix` and `forward` of the other model, where they are not those of the first.
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `cka` (layer, layer_other) with its standard error over batches, and `cka_without` (batch, layer, layer_other)
@@ -358,6 +393,8 @@ def cka(
             raise unknown("option of the other model", key, of_other)
     chosen = {key: value for key, value in options.items() if key in of_other} | dict(other_options or {})
     bare = unwrap(other)
+    if (group := options.get("group")) is not None:
+        Ranks(group, next((p.device for p in bare.parameters()), "cpu")).require_same(bare)
     one = _Between(bare, estimator, tokens, **chosen)
     with untouched(bare):
         return one.run(model, one.shown(as_batches(batches)), **options)

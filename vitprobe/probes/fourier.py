@@ -162,6 +162,7 @@ class Fourier(FeatureProbe):
     title = "Fourier amplitude of activations by unit"
     references = "Park & Kim 2022, How Do Vision Transformers Work?, arXiv:2202.06709, Fig. 2a and 8"
     reads = "activation"
+    summed = ("_absolute", "_relative", "_high", "_means", "_pairs")
 
     def __init__(
         self, definition: Definition = "corrected", average: Average = "mean of log", along: Along = "diagonal"
@@ -334,7 +335,7 @@ def fourier(
         definition: `"corrected"` or `"paper"`.
         average: `"mean of log"` or `"log of mean"`.
         along: `"diagonal"` or `"radius"`.
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `log_amplitude`, `relative_log_amplitude` (layer, frequency), `high_frequency_amplitude` and its change from the

@@ -27,6 +27,7 @@ class FourierSpectrum(FeatureProbe):
     title = "Two-dimensional Fourier amplitude of activations by unit"
     references = "Park & Kim 2022, How Do Vision Transformers Work?, arXiv:2202.06709, Fig. 2a"
     reads = "activation"
+    summed = ("_relative",)
 
     def start(self) -> None:
         """Forget everything that was measured."""
@@ -89,7 +90,7 @@ def fourier_spectrum(model: nn.Module, batches: Iterable[Any], **options: Any) -
     Args:
         model: any eager PyTorch vision model.
         batches: images, as `probe` takes them.
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `relative_log_amplitude` (layer, y, x) with its standard error over images.

@@ -1,6 +1,7 @@
 """Largest eigenvalues of the loss's Hessian (Park & Kim 2022, Fig. 1b, 4, 6 and 7; Yao et al. 2020, PyHessian)."""
 
 import copy
+import hashlib
 import importlib
 import itertools
 import os
@@ -17,7 +18,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from vitprobe.calling import described, described_batches, images_of, targets_of, with_weights
+from vitprobe.calling import (
+    as_batches,
+    described,
+    described_batches,
+    images_of,
+    targets_of,
+    to_model,
+    with_weights,
+)
 from vitprobe.curvature import (
     Decay,
     Eigenpairs,
@@ -34,7 +43,8 @@ from vitprobe.curvature import (
 from vitprobe.intervals import bootstrap_interval
 from vitprobe.names import unknown
 from vitprobe.probes.growing import Growing, fingerprint
-from vitprobe.probes.objective import drawn, objective
+from vitprobe.probes.objective import NO_BATCHES, keep, objective
+from vitprobe.ranks import Group, Ranks, agreed
 from vitprobe.results import name_of, provenance
 from vitprobe.seeds import derive_seed
 
@@ -75,6 +85,7 @@ def hessian_eigenvalues(
     dtype: torch.dtype | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     path: str | os.PathLike[str] | None = None,
+    group: Group = None,
     seed: int = 0,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -111,6 +122,10 @@ def hessian_eigenvalues(
         forward: `forward(model, batch)` that returns the logits, for models that are called in another way.
         path: a netCDF file that grows with every batch. The same call goes on where an interrupted one stopped; the
             batches have to be the same again, which is checked.
+        group: a group of `torch.distributed` whose processes call this together, each with batches of its own or
+            none, and without a `path`. With `per="dataset"` the Hessian is that over the batches of all. With
+            `per="batch"` each solves its own, from starts that it numbers by itself, and all get the results of rank
+            0, then those of rank 1, and so on. Unless given, this process measures alone.
         seed: of the starts.
         progress: whether a terminal shows a progress bar.
 
@@ -122,7 +137,8 @@ def hessian_eigenvalues(
 
     Raises:
         ValueError: if there are no batches or no labels, an option is unknown, the loss is not finite or not the same
-            twice, batch norm would use the batch's statistics, or the file holds another measurement.
+            twice, batch norm would use the batch's statistics, or the file holds another measurement; if the ranks of a
+            group have other models, or one of them fails.
     """
     for name, given in {"which": which, "per": per, "method": method}.items():
         if given not in _CHOICES[name]:
@@ -137,7 +153,11 @@ def hessian_eigenvalues(
         )
     if stack > 1 and (method == "power" or per == "dataset"):
         raise ValueError(f"stack={stack} solves batches together: use method='lanczos' and per='batch'.")
+    if path is not None and group is not None:
+        raise ValueError(f"path={str(path)!r} is the file of one process: save what a group's first rank returns.")
     bare = with_weights(model)
+    ranks = Ranks(group, next(bare.parameters()).device)
+    ranks.require_same(bare)
     if dtype is not None:
         bare = copy.deepcopy(bare).to(dtype)  # once, not for every batch
     config = {
@@ -159,27 +179,42 @@ def hessian_eigenvalues(
     }
     options = {"which": which, "tol": tol, "max_products": max_products, "second_start": second_start}
 
-    def build(group: Sequence[Any]) -> LossOperator:
+    def build(some: Sequence[Any]) -> LossOperator:
         return objective(
-            bare, group, loss=loss, weight_decay=weight_decay, decay=decay, parameters=parameters, forward=forward
+            bare,
+            some,
+            loss=loss,
+            weight_decay=weight_decay,
+            decay=decay,
+            parameters=parameters,
+            forward=forward,
+            group=group if per == "dataset" else None,
         )
 
-    said = described_batches(batches)
+    said = agreed(ranks.gathered(described_batches(batches)))
     identity = {} if path is None else {"config": config, "model": fingerprint(bare)}
     rows: list[Row] = []
     total = len(batches) if isinstance(batches, Sized) and per == "batch" and not isinstance(batches, tuple) else None
     with (
+        Ranks(group if per == "batch" else None, ranks.device).together(),
         Growing(path, identity, lambda: _dataset(rows, bare, config, said)) as file,
-        tqdm(total=total, desc="hessian", unit=per, disable=None if progress else True) as bar,
+        tqdm(total=total, desc="hessian", unit=per, disable=None if progress and ranks.first else True) as bar,
     ):
         known = [] if file.found is None else _rows(file.found)
-        for group in _groups(drawn(batches, bare), stack, per):
-            if rest := _not_known(group, known, rows, bar):
+        for some in _groups(batches, bare, stack, per, ranks):
+            rest = _not_known(some, known, rows, bar)
+            if rest or not known:  # also a rank without batches takes part in the products of all
                 rows += _solve(build(rest), k, per, method, options, seed, len(rows))
                 bar.update(len(rows) - bar.n)
                 file.tick()
-    ds = _dataset(rows, bare, config, said)
+    if per == "batch":
+        rows = [row for own in ranks.gathered(rows) for row in own]
+    if not rows:
+        raise ValueError(NO_BATCHES)
+    ds = ranks.from_first(lambda: _dataset(rows, bare, config, said))
     assert ds is not None
+    if group is not None:
+        ds.attrs["ranks"] = ranks.count
     unsettled = ds.converged.size - int(ds.converged.sum())
     if unsettled:
         warnings.warn(
@@ -190,12 +225,13 @@ def hessian_eigenvalues(
     return file.mark(ds)
 
 
-def _groups(batches: Iterator[Any], stack: int, per: str) -> Iterator[list[Any]]:
+def _groups(batches: Iterable[Any], model: nn.Module, stack: int, per: str, ranks: Ranks) -> Iterator[list[Any]]:
     """What is solved at once: all batches together, or up to so many of one shape."""
     if per == "dataset":
-        yield list(batches)
+        yield keep(batches, model, ranks)
         return
-    for _, alike in itertools.groupby(batches, key=lambda batch: images_of(batch).shape):
+    moved = (to_model(batch, model) for batch in as_batches(batches))
+    for _, alike in itertools.groupby(moved, key=lambda batch: images_of(batch).shape):
         while group := list(itertools.islice(alike, stack)):
             yield group
 
@@ -230,16 +266,19 @@ def _solve(
         gradients, losses = stack.gradients, stack.losses.tolist()
         begin = [noisy_start(gradient, start) for gradient, start in zip(gradients, starts, strict=True)]
         found = eigenpairs_together(stack.product, begin, k, seeds=seeds, **options)
-        return [_row([batch], *result) for batch, *result in zip(batches, found, gradients, losses, strict=True)]
+        each = [fingerprint([batch]) for batch in batches]
+        return list(map(_row, operator.images, each, found, gradients, losses))
     gradient = operator.gradient()
     if method == "power":
         pairs = _power(operator, k, options["tol"], derive_seed(seed, "power", first))
     else:
         pairs = eigenpairs(operator.product, noisy_start(gradient, starts[0]), k, seed=seeds[0], **options)
-    return [_row(batches, pairs, gradient, operator.value())]
+    shares = operator.ranks.gathered(fingerprint(batches))
+    named = shares[0] if len(shares) == 1 else hashlib.sha256("".join(shares).encode()).hexdigest()[:16]
+    return [_row(operator.total, named, pairs, gradient, operator.value())]
 
 
-def _row(batches: Sequence[Any], pairs: Eigenpairs, gradient: Tensor, loss: float) -> Row:
+def _row(images: int, named: str, pairs: Eigenpairs, gradient: Tensor, loss: float) -> Row:
     return {
         "eigenvalue": pairs.values,
         "residual": pairs.residuals,
@@ -247,8 +286,8 @@ def _row(batches: Sequence[Any], pairs: Eigenpairs, gradient: Tensor, loss: floa
         "products": pairs.products,
         "loss": loss,
         "gradient_norm": norm(gradient),
-        "images": sum(len(images_of(batch)) for batch in batches),
-        "fingerprint": fingerprint(batches),
+        "images": images,
+        "fingerprint": named,
     }
 
 

@@ -105,6 +105,7 @@ class Nonlocality(FeatureProbe):
     title = "Nonlocality of attention by layer and head"
     references = "d'Ascoli et al. 2021, ConViT, arXiv:2103.10697, eq. 8 and Fig. 5"
     reads = "attention"
+    summed = ("_distance", "_prefix", "_layer")
 
     def __init__(self, inputs: Inputs = "layer") -> None:
         if inputs not in get_args(Inputs):
@@ -164,7 +165,7 @@ def nonlocality(model: nn.Module, batches: Iterable[Any], *, inputs: Inputs = "l
         model: any eager PyTorch vision model.
         batches: images, as `probe` takes them.
         inputs: what attention sees, `"layer"` (its layer's own input) or `"patch embedding"` (published code).
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `nonlocality`, `nonlocality_ratio` and `prefix_mass` (layer, head) and `layer_nonlocality` (layer), each with

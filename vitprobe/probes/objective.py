@@ -9,6 +9,9 @@ from torch import nn
 
 from vitprobe.calling import as_batches, default_forward, images_of, logits_of, targets_of, to_model
 from vitprobe.curvature import Decay, Loss, LossOperator
+from vitprobe.ranks import Group, Ranks
+
+NO_BATCHES = "the batches were empty: an iterator that was used up, or a loader without images?"
 
 
 def drawn(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
@@ -29,23 +32,29 @@ def drawn(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
         empty = False
         yield to_model(batch, model)
     if empty:
-        raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
+        raise ValueError(NO_BATCHES)
 
 
-def keep(batches: Iterable[Any], model: nn.Module) -> list[Any]:
+def keep(batches: Iterable[Any], model: nn.Module, ranks: Ranks | None = None) -> list[Any]:
     """The batches, drawn once and held where the model is, so that every product sees the same data.
 
     Args:
         batches: what the user gave.
         model: the module, unwrapped.
+        ranks: the processes that have batches of their own each; unless given, this one alone.
 
     Returns:
-        The batches.
+        The batches of this process.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are none, in any of the processes.
     """
-    return list(drawn(batches, model))
+    ranks = ranks or Ranks(None)
+    with ranks.together():
+        kept = [to_model(batch, model) for batch in as_batches(batches)]
+    if not any(ranks.gathered(bool(kept))):
+        raise ValueError(NO_BATCHES)
+    return kept
 
 
 def objective(
@@ -58,6 +67,7 @@ def objective(
     parameters: str | Sequence[str] = "*",
     dtype: torch.dtype | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    group: Group = None,
 ) -> LossOperator:
     """The mean loss of a model over kept batches, as an operator.
 
@@ -70,6 +80,7 @@ def objective(
         parameters: glob patterns of parameter names.
         dtype: `torch.float64` computes on a copy in double precision.
         forward: `forward(model, batch)` for models that are called in another way.
+        group: the processes whose batches count together.
 
     Returns:
         The operator.
@@ -85,4 +96,5 @@ def objective(
         weight_decay=weight_decay,
         decay=decay,
         dtype=dtype,
+        group=group,
     )

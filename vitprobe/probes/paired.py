@@ -256,4 +256,4 @@ class _Resumed(RunningMean):
         self.count = count
         self._mean = torch.from_numpy(mean.copy())
         squares = standard_error**2 * count * (count - 1) if count > 1 else np.zeros_like(mean)
-        self._squares = torch.from_numpy(squares.copy())
+        self._products = torch.from_numpy(squares.copy())

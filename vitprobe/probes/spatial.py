@@ -19,6 +19,7 @@ from vitprobe.probes.attention import SiteMean, head_coordinate, patch_rows
 from vitprobe.probes.base import FeatureProbe, along_layer
 from vitprobe.probes.cka import jackknife_error
 from vitprobe.probes.nonlocality import distances, site_distances, uniform_nonlocality
+from vitprobe.ranks import merged
 from vitprobe.results import provenance
 
 REFERENCES = "d'Ascoli et al. 2021, arXiv:2103.10697, eq. 8; Zheng et al. 2024, arXiv:2401.12511"
@@ -78,6 +79,67 @@ def mass_by_distance(weight: Tensor, distance: Tensor) -> dict[str, Tensor]:
 # --- attention in a forward pass --------------------------------------------------------------------
 
 
+class _Groups:
+    """Sums of the maps of every site, apart for groups of images: image i is in group i modulo their number.
+
+    Attributes:
+        groups: their number, which is halved while the sums would be too large.
+        numbers: in the sum of the maps of all sites.
+        sums: of the maps of a site `(group, window, head, query, key)`.
+        powers: sums of their squares `(group, head)`.
+        images: of a site.
+    """
+
+    def __init__(self) -> None:
+        self.groups, self.numbers = GROUPS, 0
+        self.sums: dict[str, Tensor] = {}
+        self.powers: dict[str, Tensor] = {}
+        self.images: dict[str, int] = {}
+
+    @property
+    def too_large(self) -> bool:
+        """Whether even a single group is."""
+        return 8 * self.groups * self.numbers > MEMORY
+
+    def add(self, name: str, maps: Tensor) -> None:
+        """Add the maps `(image, window, head, query, key)` of a site for a chunk of images."""
+        if name not in self.images:
+            self.images[name] = 0
+            self._make_room(maps[0].numel())
+            if not self.too_large:
+                self.sums[name] = maps.new_zeros((self.groups, *maps.shape[1:]), dtype=torch.float64)
+                self.powers[name] = maps.new_zeros((self.groups, maps.shape[2]), dtype=torch.float64)
+        if self.too_large:
+            return
+        first = self.images[name]
+        self.images[name] += len(maps)
+        for start in range(min(self.groups, len(maps))):
+            mine, group = maps[start :: self.groups], (first + start) % self.groups
+            self.sums[name][group] += mine.sum(0)
+            self.powers[name][group] += mine.square().sum((0, 1, 3, 4))
+
+    def merge(self, other: "_Groups") -> None:
+        """Add the images of another that has the same sites, or one of both has none, after those that are here."""
+        if not self.images:
+            self.groups, self.numbers = other.groups, other.numbers
+        for mine, theirs in ((self.sums, other.sums), (self.powers, other.powers)):
+            for name, sums in theirs.items():
+                if name in mine:  # the groups go on where those here ended
+                    mine[name] += sums.roll(self.images[name], 0).to(mine[name].device)
+                else:
+                    mine[name] = sums.clone()
+        self.images = merged(self.images, other.images)
+
+    def _make_room(self, numbers: int) -> None:
+        """Halve the number of groups while the sums of all maps, so many numbers more, would be too large."""
+        self.numbers += numbers
+        while self.groups > 1 and 8 * self.groups * self.numbers > MEMORY:
+            self.groups //= 2
+            for kept in (self.sums, self.powers):  # image i is in group i modulo their number
+                for name, sums in kept.items():
+                    kept[name] = sums.unflatten(0, (2, -1)).sum(0)
+
+
 class SpatialOperators(FeatureProbe):
     """Rank and reach of attention as a matrix between patches, by layer and head.
 
@@ -107,6 +169,7 @@ class SpatialOperators(FeatureProbe):
     title = "Rank and reach of attention between patches by layer and head"
     references = f"{REFERENCES}; {RANK_REFERENCES}"
     reads = "attention"
+    summed = ("_each", "_means")
 
     def __init__(self, maps: Maps = "mean", tolerance: float = TOLERANCE) -> None:
         if maps not in get_args(Maps):
@@ -122,10 +185,7 @@ class SpatialOperators(FeatureProbe):
     def start(self) -> None:
         """Forget everything that was measured."""
         self._each: dict[str, SiteMean] = {}
-        self._groups, self._numbers = GROUPS, 0
-        self._sums: dict[str, Tensor] = {}  # of the maps (group, window, head, query, key)
-        self._powers: dict[str, Tensor] = {}  # sums of squares of the maps (group, head)
-        self._images: dict[str, int] = {}
+        self._means = _Groups()
 
     def update(self, where: AttentionSite, what: Tensor) -> None:
         """Add the maps `(image, window, head, query, key)` of one site for a chunk of images."""
@@ -135,26 +195,13 @@ class SpatialOperators(FeatureProbe):
             for name, values in self._describe(where, between.double()).items():
                 self._each.setdefault(name, SiteMean()).add(where, values)
             return
-        if where.name not in self._images:
-            self._images[where.name] = 0
-            self._make_room(between[0].numel())
-            if not self._too_large():
-                self._sums[where.name] = between.new_zeros((self._groups, *between.shape[1:]), dtype=torch.float64)
-                self._powers[where.name] = between.new_zeros((self._groups, where.heads), dtype=torch.float64)
-        if self._too_large():
-            return
-        first = self._images[where.name]
-        self._images[where.name] += len(between)
-        for start in range(min(self._groups, len(between))):
-            mine, group = between[start :: self._groups], (first + start) % self._groups
-            self._sums[where.name][group] += mine.sum(0)
-            self._powers[where.name][group] += mine.square().sum((0, 1, 3, 4))
+        self._means.add(where.name, between)
 
     def dataset(self, places: Sequence[AttentionSite]) -> xr.Dataset:
         """The statistics along `layer` and `head`; NaN where a layer has fewer heads or shorter distances."""
-        if self._too_large():
+        if self._means.too_large:
             raise ValueError(
-                f"spatial_operators: the mean maps alone take {8 * self._numbers / 2**30:.1f} GiB, where "
+                f"spatial_operators: the mean maps alone take {8 * self._means.numbers / 2**30:.1f} GiB, where "
                 f"{MEMORY / 2**30:.1f} GiB are allowed: give maps='each', which keeps none, or smaller images."
             )
         variables = self._of_means(places) if self.maps == "mean" else self._of_each(places)
@@ -203,9 +250,10 @@ class SpatialOperators(FeatureProbe):
 
     def _jackknifed(self, site: AttentionSite) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Each statistic of a site's mean map and its standard error."""
-        count = self._images[site.name]
-        sizes = np.array([len(range(group, count, self._groups)) for group in range(min(self._groups, count))])
-        sums, powers = (kept[site.name][: len(sizes)].cpu() for kept in (self._sums, self._powers))
+        kept = self._means
+        count = kept.images[site.name]
+        sizes = np.array([len(range(group, count, kept.groups)) for group in range(min(kept.groups, count))])
+        sums, powers = (one[site.name][: len(sizes)].cpu() for one in (kept.sums, kept.powers))
         total, power = sums.sum(0), powers.sum(0)
 
         def of_mean(total: Tensor, power: Tensor, count: int) -> dict[str, np.ndarray]:
@@ -225,18 +273,6 @@ class SpatialOperators(FeatureProbe):
             for name, value in whole.items()
         }
 
-    def _make_room(self, numbers: int) -> None:
-        """Halve the number of groups while the sums of all maps, so many numbers more, would be too large."""
-        self._numbers += numbers
-        while self._groups > 1 and 8 * self._groups * self._numbers > MEMORY:
-            self._groups //= 2
-            for kept in (self._sums, self._powers):  # image i is in group i modulo their number
-                for name, sums in kept.items():
-                    kept[name] = sums.unflatten(0, (2, -1)).sum(0)
-
-    def _too_large(self) -> bool:
-        return 8 * self._groups * self._numbers > MEMORY
-
 
 def spatial_operators(
     model: nn.Module, batches: Iterable[Any], *, maps: Maps = "mean", tolerance: float = TOLERANCE, **options: Any
@@ -248,7 +284,7 @@ def spatial_operators(
         batches: images, as `probe` takes them.
         maps: `"mean"`, of the map averaged over images; or `"each"`, of each image's map, averaged.
         tolerance: share of the largest singular value that others have to exceed to count in `numerical_rank`.
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `stable_rank`, `effective_rank`, `numerical_rank`, `mean_distance` and, of the mean map, `fixed_power` (layer,

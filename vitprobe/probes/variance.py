@@ -31,6 +31,7 @@ class FeatureVariance(FeatureProbe):
     title = "Variance of activations by unit"
     references = "Park & Kim 2022, How Do Vision Transformers Work?, arXiv:2202.06709, Fig. 9"
     reads = "activation"
+    summed = ("_raw", "_normalised")
 
     def __init__(self, over: Over = "positions") -> None:
         if over not in get_args(Over):
@@ -40,6 +41,10 @@ class FeatureVariance(FeatureProbe):
     def config(self) -> dict[str, Any]:
         """What the variance is over."""
         return {"over": self.over}
+
+    def alone(self) -> str:
+        """Over images, each is compared with the mean of all before it."""
+        return "" if self.over == "positions" else "with over='images' each image is compared with all before it"
 
     def start(self) -> None:
         """Forget everything that was measured."""
@@ -122,7 +127,7 @@ def feature_variance(
         model: any eager PyTorch vision model.
         batches: images, as `probe` takes them.
         over: `"positions"` or `"images"`.
-        **options: `layers`, `prefix`, `forward` and `progress` of `probe`.
+        **options: `layers`, `prefix`, `forward`, `group` and `progress` of `probe`.
 
     Returns:
         `variance` and `normalised_variance` (layer), and the change of each from the unit before, each with its
