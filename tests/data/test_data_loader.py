@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitprobe.data import ImageData, Loader, Split, load_data
+from vitprobe.data.images import local_part
 
 
 def _split(count: int, channels: int = 3, size: int = 8, classes: int = 2) -> Split:
@@ -126,6 +127,89 @@ def test_each_batch_and_each_epoch_is_augmented_differently() -> None:
     assert not torch.equal(first, next(iter(loader))[0])
 
 
+def test_an_image_comes_several_times_in_a_row_and_the_epoch_stays_as_long() -> None:
+    loader = _labelled(20, batch_size=8, seed=3, repeats=3)
+    plain = _labelled(20, batch_size=8, seed=3)
+    order = _order(plain)
+    assert _order(loader) == [image for image in order for _ in range(3)][:20]
+    assert loader.batch_sizes == plain.batch_sizes
+    assert loader.description["repeats"] == 3
+    loader.epoch = plain.epoch = 1
+    assert _order(loader) == [image for image in _order(plain) for _ in range(3)][:20]
+
+
+def test_repeats_are_augmented_differently() -> None:
+    loader = _data(train=_split(30, size=16), test=_split(7, size=16)).loader(
+        batch_size=30, seed=0, augment="crop", repeats=30
+    )
+    ((x, y),) = loader
+    assert len(set(y.tolist())) == 1
+    assert len(x.flatten(1).unique(dim=0)) > 10
+
+
+def test_erasing_paints_the_mean_after_normalisation() -> None:
+    data = _data(train=_split(20, size=16), test=_split(7, size=16))
+    ((x, _),) = data.loader(batch_size=20, seed=0, augment="erase-1")
+    ((plain, _),) = data.loader(batch_size=20, seed=0, augment="none")
+    erased = (x == 0).all(1, keepdim=True)
+    assert erased.flatten(1).any(1).all()
+    assert torch.equal(x, plain.masked_fill(erased, 0))
+
+
+def test_the_mean_comes_in_from_outside_in_rand_augment() -> None:
+    black = Split(torch.zeros(300, 3, 8, 8, dtype=torch.uint8), torch.arange(300) % 2)
+    ((x, _),) = _data(train=black).loader(batch_size=300, seed=0, augment="rand-m10-n1")
+    mean = torch.tensor([[[0.4]], [[0.5]], [[0.6]]])
+    std = torch.tensor([[[0.2]], [[0.25]], [[0.5]]])
+    fill = ((255 * mean).round() / 255 - mean) / std
+    assert torch.isclose(x, fill, atol=1e-6).all(1).any()
+
+
+@given(count=st.integers(1, 70), ranks=st.integers(1, 9))
+def test_parts_are_the_batch_and_pairs_stay_together(count: int, ranks: int) -> None:
+    parts = [local_part(count, rank, ranks) for rank in range(ranks)]
+    assert sorted(torch.cat(parts).tolist()) == list(range(count))
+    pairs = [len(part) // 2 for part in parts]
+    assert max(pairs) - min(pairs) <= 1
+    assert [len(part) % 2 for part in parts] == [0] * (ranks - 1) + [count % 2]
+    assert torch.equal(
+        torch.cat([part[:pair] for part, pair in zip(parts, pairs, strict=True)]), torch.arange(count // 2)
+    )
+    batch = torch.rand(count, generator=torch.Generator().manual_seed(count))
+    mixed = 0.3 * batch + 0.7 * batch.flip(0)
+    for part in parts:
+        own = batch[part]
+        assert torch.equal(0.3 * own + 0.7 * own.flip(0), mixed[part])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_processes_together_have_the_batches_of_one(ranks: int) -> None:
+    data = _data(train=_split(45, size=16), test=_split(7, size=16))
+    options = {
+        "batch_size": 19,
+        "seed": 5,
+        "augment": "crop_flip+rand-m9-n2-mstd0.5+erase-0.5-pixel",
+        "repeats": 2,
+    }
+    whole = data.loader(**options)
+    loaders = [data.loader(**options, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for loader in loaders:
+        assert (len(loader), loader.batch_sizes) == (3, [19, 19, 7])
+        loader.epoch = whole.epoch = 4
+    for size, (x, y), *shares in zip(whole.batch_sizes, whole, *loaders, strict=True):
+        assert len(y) == size
+        for rank, (own, labels) in enumerate(shares):
+            part = local_part(size, rank, ranks)
+            assert torch.equal(own, x[part])
+            assert torch.equal(labels, y[part])
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """On a device whose numbers cannot be read."""
+    loader = _data().loader(batch_size=7, seed=0, augment="crop_flip+rand-m9-n2+erase-0.5", device="meta", ranks=2)
+    assert [tuple(x.shape) for x, _ in loader] == [(4, 3, 8, 8)] * 3
+
+
 def test_global_random_numbers_are_left_alone() -> None:
     loader = _data().loader(seed=0, augment="crop_flip")
     before = torch.random.get_rng_state()
@@ -151,6 +235,12 @@ def test_what_a_user_does_with_a_batch_does_not_reach_the_images() -> None:
         ({"augment": "crop"}, r"augment='crop' draws random numbers: give a seed"),
         ({"augment": "mix", "seed": 0}, r"unknown augmentation 'mix'"),
         ({"drop_last": True, "batch_size": 21}, r"batch_size is 21 and there are 20 images"),
+        ({"repeats": 0, "seed": 0}, r"repeats is 0; at least 1"),
+        ({"repeats": 2}, r"repeats=2 sees other images in each epoch: give a seed"),
+        ({"rank": 2, "ranks": 2}, r"rank is 2 of 2; wanted is 0 to ranks - 1"),
+        ({"rank": 0, "ranks": 0}, r"rank is 0 of 0"),
+        ({"rank": 0, "ranks": 4, "batch_size": 9}, r"a batch of 2 images leaves one of 4 processes .* drop_last=True"),
+        ({"rank": 1, "ranks": 6, "batch_size": 10}, r"a batch of 10 images .* a batch_size of 12 or more"),
     ],
 )
 def test_a_loader_refuses_what_it_cannot_do(options: dict, message: str) -> None:

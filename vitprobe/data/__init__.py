@@ -1,6 +1,6 @@
 """Images in: data sets as uint8 tensors, loaders that live on the device, and batched augmentation."""
 
-from vitprobe.data.augment import augmentation
+from vitprobe.data.augment import Augmentation, augmentation
 from vitprobe.data.corruption import (
     ALEXNET_ERRORS,
     CORRUPTIONS,
@@ -16,6 +16,7 @@ __all__ = [
     "ALEXNET_ERRORS",
     "CORRUPTIONS",
     "DATA_NAMES",
+    "Augmentation",
     "Corruptions",
     "GeneratedCorruptions",
     "ImageData",
