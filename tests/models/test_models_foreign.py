@@ -8,7 +8,7 @@ import torch
 import torchvision
 
 from vitprobe.models import create_model, describe_model
-from vitprobe.training.loop import set_stochastic_depth
+from vitprobe.training.switches import set_stochastic_depth
 
 BASELINES = ("deit_ti", "deit_s", "deit_b", "pit_ti", "swin_ti", "twins_s", "levit_128s")
 

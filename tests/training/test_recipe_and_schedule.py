@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vitprobe.training import Recipe, learning_rate
-from vitprobe.training.loop import set_stochastic_depth
 from vitprobe.training.optimizer import make_optimizer, parameter_groups
+from vitprobe.training.switches import set_stochastic_depth
 
 
 def test_recipe_survives_json():

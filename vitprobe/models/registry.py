@@ -128,7 +128,8 @@ def create_model(
         **options: the constructor's own arguments.
 
     Returns:
-        The network, in training mode.
+        The network, in training mode. Its attribute `created` holds these arguments, so that the folder of a training
+        can say what network its weights are of.
 
     Raises:
         TypeError: if the constructor does not take an option.
@@ -142,6 +143,12 @@ def create_model(
                 raise TypeError(f"model {name!r} takes no option {option!r}; it takes {', '.join(sorted(accepted))}.")
     size = as_pair(_image_size(name) if image_size is None else image_size)
     arguments = dict(image_size=size, channels=channels, num_classes=num_classes, **options)
+    model = _seeded(constructor, arguments, seed)
+    model.created = {"name": name, **arguments}  # type: ignore[assignment]
+    return model
+
+
+def _seeded(constructor: Callable[..., nn.Module], arguments: dict[str, Any], seed: int | None) -> nn.Module:
     if seed is None:
         return constructor(**arguments)
     device = torch.get_default_device()

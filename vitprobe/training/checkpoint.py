@@ -1,5 +1,6 @@
 """Weights and unfinished trainings on disk: written whole or not at all, loaded without running any code."""
 
+import hashlib
 import json
 import os
 import warnings
@@ -81,8 +82,9 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 
 def save_checkpoint(folder: Path, content: dict[str, Any]) -> None:
-    """Writes the training's state to `checkpoint.pt`; the one there becomes `checkpoint.previous.pt`."""
-    temporary = _write(folder / CURRENT, lambda file: torch.save(content, file))
+    """Writes the training's state and its checksum to `checkpoint.pt`; the one there becomes the previous one."""
+    summed = {**content, "sha256": digest(content)}
+    temporary = _write(folder / CURRENT, lambda file: torch.save(summed, file))
     if (folder / CURRENT).exists():
         os.replace(folder / CURRENT, folder / PREVIOUS)
     os.replace(temporary, folder / CURRENT)
@@ -104,6 +106,9 @@ def load_checkpoint(folder: Path) -> dict[str, Any] | None:
             continue
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
+            expected = content.pop("sha256", None)  # older ones have none
+            if expected is not None and digest(content) != expected:
+                raise ValueError("its checksum is another")
         except Exception as error:  # a damaged file can fail in any way
             failures.append(f"{path} ({type(error).__name__})")
             continue
@@ -117,6 +122,68 @@ def load_checkpoint(folder: Path) -> dict[str, Any] | None:
     if failures:
         raise ValueError(f"no checkpoint can be read: {', '.join(failures)}. Delete {folder} to train anew.")
     return None
+
+
+def digest(content: Any) -> str:
+    """The sha256 of nested mappings, lists, tensors and plain values, by content.
+
+    Args:
+        content: what a checkpoint holds.
+    """
+    sha = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            sha.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            sha.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(value, Mapping):
+            sha.update(f"{{{len(value)}".encode())
+            for key, part in value.items():
+                sha.update(repr(key).encode())
+                add(part)
+        elif isinstance(value, list | tuple):
+            sha.update(f"[{len(value)}".encode())
+            for part in value:
+                add(part)
+        else:
+            sha.update(repr(value).encode())
+
+    add(content)
+    return sha.hexdigest()
+
+
+def snapshot_file(folder: str | os.PathLike[str], epoch: int) -> Path:
+    """Where a run keeps its weights after so many epochs."""
+    return Path(folder) / "snapshots" / f"epoch_{epoch:04d}.pt"
+
+
+def save_snapshot(folder: Path, epoch: int, weights: Mapping[str, Tensor]) -> None:
+    """Writes weights whole or not at all."""
+    path = snapshot_file(folder, epoch)
+    path.parent.mkdir(exist_ok=True)
+    content = {"model": dict(weights), "epoch": epoch}
+    os.replace(_write(path, lambda file: torch.save(content, file)), path)
+
+
+def load_snapshot(model: nn.Module, folder: str | os.PathLike[str], epoch: int) -> None:
+    """Loads the weights that a run had after so many epochs into a model.
+
+    Args:
+        model: the model to fill, wrapped or not.
+        folder: of the run.
+        epoch: how many epochs were done; 0 are the initial weights.
+
+    Raises:
+        FileNotFoundError: if the run kept none of that epoch; says of which it did.
+    """
+    path = snapshot_file(folder, epoch)
+    if not path.exists():
+        kept = sorted(int(file.stem.removeprefix("epoch_")) for file in path.parent.glob("epoch_*.pt"))
+        raise FileNotFoundError(
+            f"{folder} has no snapshot of epoch {epoch}, but of {kept or 'none'}: train with a recipe whose snapshots"
+            f" have {epoch} among them."
+        )
+    load_weights(model, path)
 
 
 def require_same(folder: Path, saved: Mapping[str, Any], asked: Mapping[str, Any], what: str) -> None:
@@ -147,8 +214,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def _write(path: Path, write: Callable[[BinaryIO], Any]) -> Path:
     """Writes beside `path`, down to the disk, and returns where: the caller moves it into place."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # of a full disk, say, whose room it takes
+        raise
     return temporary

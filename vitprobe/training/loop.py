@@ -1,13 +1,15 @@
 """The training loop."""
 
 import contextlib
+import itertools
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,8 +18,9 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vitprobe.calling import described, logits_of
-from vitprobe.results import provenance
+from vitprobe.calling import described, evaluation_mode, logits_of
+from vitprobe.ranks import Group, Ranks
+from vitprobe.results import provenance, to_json
 from vitprobe.seeds import derive_seed
 from vitprobe.training.checkpoint import (
     load_checkpoint,
@@ -25,13 +28,19 @@ from vitprobe.training.checkpoint import (
     plain_names,
     require_same,
     save_checkpoint,
+    save_snapshot,
+    snapshot_file,
     write_json,
 )
+from vitprobe.training.distillation import Teacher
 from vitprobe.training.evaluation import evaluate
+from vitprobe.training.folder import only_one
 from vitprobe.training.mixing import mix_batch, soft_targets
 from vitprobe.training.optimizer import make_optimizer
+from vitprobe.training.parallel import gradients_stay, in_parallel, same_statistics
 from vitprobe.training.recipe import Recipe
 from vitprobe.training.schedule import learning_rate
+from vitprobe.training.switches import deterministic, flags, own_random_state, set_stochastic_depth
 
 if TYPE_CHECKING:
     from vitprobe.data import ImageData
@@ -42,8 +51,11 @@ HISTORY = {
     "train_loss": ("mean cross-entropy with the mixed and smoothed targets while training", "nats"),
     "train_accuracy": ("share of training images whose largest output is at the largest target", "1"),
     "train_entropy_floor": ("mean entropy of the targets, below which train_loss cannot fall", "nats"),
+    "distillation_loss": ("mean cross-entropy with the teacher's decisions while training", "nats"),
     "test_loss": ("mean negative log-likelihood on the test images", "nats"),
+    "test_loss_se": ("standard error of test_loss over images", "nats"),
     "test_accuracy": ("accuracy on the test images", "1"),
+    "test_accuracy_se": ("standard error of test_accuracy over images", "1"),
     "lr": ("learning rate of the last step of the epoch", "1"),
     "seconds": ("wall time of the training steps of the epoch", "s"),
 }
@@ -54,9 +66,12 @@ def fit(
     data: "ImageData",
     recipe: Recipe,
     *,
+    teacher: nn.Module | None = None,
     folder: str | os.PathLike[str] | None = None,
     on_epoch: Callable[[nn.Module, Row], None] | None = None,
     device: torch.device | str | None = None,
+    group: Group = None,
+    when_busy: Literal["refuse", "wait"] = "refuse",
     progress: bool = True,
 ) -> xr.Dataset:
     """Trains a model in place by a recipe and gives the history; with a folder, goes on where it stopped.
@@ -65,73 +80,176 @@ def fit(
     numbers whatever ran before (bit for bit on a CPU, also when it was interrupted and resumed; `seconds`
     excepted), and the caller's random state stays as it was. The model ends in evaluation mode on the device.
 
-    The folder gets `recipe.json`, after every epoch `checkpoint.pt` (the one before stays as
-    `checkpoint.previous.pt`) and `progress.json`, which another process may poll. A folder whose training is
-    finished loads the weights and gives the history at once.
+    The folder gets `recipe.json` and `run.json` (network and data), after every epoch `checkpoint.pt` (the one before
+    stays as `checkpoint.previous.pt`) and `progress.json`, which another process may poll, and the recipe's
+    `snapshots/`. A folder whose training is finished loads the weights and gives the history at once.
 
     Args:
-        model: any module from `(batch, channel, height, width)` to `(batch, class)`.
+        model: any module from `(batch, channel, height, width)` to `(batch, class)`. One that gives two such outputs
+            while it trains is distilled by the second (DeiT's distillation token).
         data: the images, from `vitprobe.load_data`.
         recipe: the settings.
+        teacher: whose decisions on the same augmented and mixed images are learned too, if `recipe.distillation` is
+            above 0. It stays in evaluation mode, and is moved to the device.
         folder: where the run lives; `None` keeps nothing.
-        on_epoch: called after each epoch is saved, with the model and the row (which has `epoch`, from 1).
+        on_epoch: called after each epoch is saved, with the model and the row (which has `epoch`, from 1), and once
+            more for an epoch whose call did not come to its end before an interruption.
         device: where to train; `None` is the GPU if there is one, else where the model is.
-        progress: whether a terminal shows a bar.
+        group: processes of `torch.distributed` that train together, each calling this with the same arguments and
+            an equal model: each takes its part of every batch. Without dropout and stochastic depth, whose draws
+            differ, the result is that of one process but for rounding. Only the first writes and calls `on_epoch`.
+        when_busy: what to do if another process works in the folder.
+        progress: whether a terminal shows a bar, and anything else gets a line per epoch.
 
     Returns:
         Along `epoch` (completed epochs, from 1): `train_loss`, `train_accuracy`, `train_entropy_floor`,
-        `test_loss`, `test_accuracy`, `lr` and `seconds`.
+        `distillation_loss` if there is a teacher, `test_loss`, `test_accuracy`, their standard errors over test
+        images, `lr` and `seconds`.
 
     Raises:
-        ValueError: if model, data and recipe do not fit together, or the folder holds another training.
+        ValueError: if model, data, recipe and teacher do not fit together, or the folder holds another training.
+        FolderBusyError: if another process works in the folder.
         FloatingPointError: if the training loss is no longer finite; the last good checkpoint is kept.
+        OSError: if a checkpoint cannot be written; the one before is kept.
         KeyboardInterrupt: on Ctrl-C, after saying how to go on.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("the model has no trainable parameter: call model.requires_grad_(True).")
+    _check(model, recipe, teacher, folder)
     where = torch.device(device) if device is not None else _default_device(model)
     model.to(where)
     if recipe.channels_last:
         model.to(memory_format=torch.channels_last)
     set_stochastic_depth(model, recipe.stochastic_depth)
-    run = _Run(model, data, recipe, where)
-    path = None if folder is None else Path(folder)
-    if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
-        run.resume(path)
-        write_json(path / "recipe.json", recipe.config())
-    with (
-        _deterministic(recipe.deterministic),
-        _sentence_on_interrupt(run, path),
-        tqdm(
-            total=recipe.epochs * run.steps_per_epoch,
-            initial=len(run.history) * run.steps_per_epoch,
-            unit="step",
-            disable=None if progress else True,
-        ) as bar,
-    ):
+    ranks = Ranks(group, where)
+    path = None if folder is None or not ranks.first else Path(folder)
+    shows = progress and ranks.first
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            ranks.from_first(lambda: stack.enter_context(only_one(Path(folder), wait=when_busy == "wait")))
+        if teacher is not None:
+            stack.enter_context(evaluation_mode(teacher))
+        stack.enter_context(same_statistics(model, ranks))
+        stack.enter_context(deterministic(recipe.deterministic))
+        run = _Run(model, data, recipe, where, ranks, teacher)
+        if folder is not None:
+            run.restore(ranks.from_first(lambda: run.saved(Path(folder))))
+        if path is not None:
+            write_json(path / "recipe.json", recipe.config())
+            write_json(path / "run.json", run.description())
+            run.keep_snapshot(path)
+            if run.history and not _told(path, len(run.history)):
+                _tell(path, run, on_epoch)
+        stack.enter_context(_sentence_on_interrupt(run, path))
+        bar = stack.enter_context(
+            tqdm(
+                total=recipe.epochs * run.steps_per_epoch,
+                initial=len(run.history) * run.steps_per_epoch,
+                unit="step",
+                desc=path.name if path is not None else None,
+                disable=None if shows else True,
+            )
+        )
         for epoch in range(len(run.history) + 1, recipe.epochs + 1):
             row = run.epoch(epoch, bar)
             if path is not None:
-                save_checkpoint(path, run.state())
-                write_json(path / "progress.json", _progress(row, recipe))
-            bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.4f}")
-            if on_epoch is not None:
-                on_epoch(model, dict(row))
+                _save(path, run)
+            if ranks.first:
+                _tell(path, run, on_epoch)
+            if shows:
+                _show(row, recipe, bar)
     model.eval()
     return run.dataset()
+
+
+def _check(model: nn.Module, recipe: Recipe, teacher: nn.Module | None, folder: str | os.PathLike[str] | None) -> None:
+    """Refuses what does not fit together, before anything is touched."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("the model has no trainable parameter: call model.requires_grad_(True).")
+    if recipe.distillation and teacher is None:
+        raise ValueError(
+            f"the recipe distils (distillation={recipe.distillation}) and there is no teacher: give teacher=, or"
+            " distillation=0."
+        )
+    if teacher is not None and not recipe.distillation:
+        raise ValueError("there is a teacher, and the recipe does not distil: set distillation=0.5, or leave it out.")
+    if recipe.snapshots and folder is None:
+        raise ValueError(
+            f"the recipe keeps snapshots of epochs {', '.join(map(str, recipe.snapshots))}: give folder= to keep them"
+            " in, or snapshots=()."
+        )
+
+
+def _save(path: Path, run: "_Run") -> None:
+    try:
+        run.keep_snapshot(path)
+        save_checkpoint(path, run.state())
+    except OSError as error:
+        done = len(run.history) - 1
+        raise OSError(
+            error.errno,
+            f"epoch {done + 1} cannot be saved ({error.strerror}): make room, and the same call goes on from epoch"
+            f" {done}, which is kept in",
+            str(path),
+        ) from error
+
+
+def _told(path: Path, epoch: int) -> bool:
+    """Whether `progress.json`, which is written last, is of this epoch."""
+    try:
+        told: bool = json.loads((path / "progress.json").read_text())["epoch"] >= epoch
+    except (OSError, ValueError, KeyError):
+        return False
+    return told
+
+
+def _tell(path: Path | None, run: "_Run", on_epoch: Callable[[nn.Module, Row], None] | None) -> None:
+    if on_epoch is not None:
+        on_epoch(run.model, dict(run.history[-1]))
+    if path is not None:
+        write_json(path / "progress.json", _progress(run))
+
+
+def _show(row: Row, recipe: Recipe, bar: "tqdm[Any]") -> None:
+    if not bar.disable:
+        bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.4f}")
+        return
+    print(
+        f"epoch {row['epoch']}/{recipe.epochs}: train loss {row['train_loss']:.4f},"
+        f" test accuracy {row['test_accuracy']:.2%}, lr {row['lr']:.2e}, {row['seconds']:.1f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 class _Run:
     """One training: what changes from epoch to epoch, and one epoch of it."""
 
-    def __init__(self, model: nn.Module, data: "ImageData", recipe: Recipe, device: torch.device) -> None:
-        self.model, self.data, self.recipe, self.device = model, data, recipe, device
+    def __init__(
+        self,
+        model: nn.Module,
+        data: "ImageData",
+        recipe: Recipe,
+        device: torch.device,
+        ranks: Ranks,
+        teacher: nn.Module | None,
+    ) -> None:
+        self.model, self.data, self.recipe, self.device, self.ranks = model, data, recipe, device, ranks
+        self.teacher = None if teacher is None else Teacher(teacher, device)
         size = recipe.batch_size
-        self.train = data.loader("train", batch_size=size, device=device, seed=recipe.seed, augment=recipe.augment)
+        self.train = data.loader(
+            "train",
+            batch_size=size,
+            device=device,
+            seed=recipe.seed,
+            augment=recipe.augment,
+            repeats=recipe.repeats,
+            rank=ranks.rank,
+            ranks=ranks.count,
+        )
         self.test = data.loader("test", batch_size=size, device=device)
         self.steps_per_epoch = len(self.train)
         self.optimizer = make_optimizer(model, recipe)
+        self.wrapped = in_parallel(model, ranks)
+        self.forward: Callable[[Tensor], Any] = torch.compile(self.wrapped) if recipe.compile else self.wrapped
         self.history: list[Row] = []
         # What a checkpoint gives back must compare equal: tuples become lists here, not there.
         self.data_config = json.loads(json.dumps(data.config()))
@@ -144,97 +262,151 @@ class _Run:
             "history": self.history,
             "recipe": self.recipe.config(),
             "data": self.data_config,
+            "teacher": None if self.teacher is None else self.teacher.digest,
         }
 
-    def resume(self, folder: Path) -> None:
+    def saved(self, folder: Path) -> dict[str, Any] | None:
+        """The last state of this training that a folder has; refuses one whose training was another."""
         saved = load_checkpoint(folder)
         if saved is None:
-            return
+            return None
         # A setting that is newer than the checkpoint had its default then.
         require_same(folder, Recipe().config() | saved["recipe"], self.recipe.config(), "recipe")
         require_same(folder, saved["data"], self.data_config, "data")
-        load_weights(self.model, saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.history = saved["history"]
+        digest = None if self.teacher is None else self.teacher.digest
+        require_same(folder, {"weights": saved.get("teacher")}, {"weights": digest}, "teacher")
+        return saved
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        if saved is not None:
+            load_weights(self.model, saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.history = saved["history"]
+
+    def description(self) -> dict[str, Any]:
+        """What a folder says of the network and the data in it."""
+        return {
+            "created": json.loads(to_json(getattr(self.model, "created", None))),
+            **described(self.model),
+            "data_name": self.data.name,
+            "data": self.data_config,
+        }
+
+    def keep_snapshot(self, folder: Path) -> None:
+        """Keeps the weights of now, if the recipe wants those of this epoch."""
+        epoch = len(self.history)
+        # Those of a start that nothing was saved of may be another model's.
+        kept = epoch > 0 and snapshot_file(folder, epoch).exists()
+        if epoch in self.recipe.snapshots and not kept:
+            save_snapshot(folder, epoch, plain_names(self.model.state_dict()))
 
     def epoch(self, epoch: int, bar: "tqdm[Any]") -> Row:
         recipe = self.recipe
         rng = np.random.default_rng(derive_seed(recipe.seed, "mixing", epoch))
         self.train.epoch = epoch
-        losses, floors, hits, sizes = [], [], [], []
+        sums: list[Tensor] = []
         lr = recipe.lr
         start = time.perf_counter()
-        with _own_random_state(derive_seed(recipe.seed, "forward", epoch), self.device):
-            self.model.train()
+        others = () if self.ranks.count == 1 else (self.ranks.rank,)  # dropout is drawn by every process for itself
+        with own_random_state(derive_seed(recipe.seed, "forward", epoch, *others), self.device):
+            self.wrapped.train()
             for number, (images, labels) in enumerate(self.train):
                 lr = learning_rate(recipe, (epoch - 1) * self.steps_per_epoch + number, self.steps_per_epoch)
                 targets = soft_targets(labels, self.data.num_classes, recipe.label_smoothing)
                 images, targets = mix_batch(images, targets, recipe, rng)
-                loss, logits = self.step(images, targets, lr)
-                losses.append(loss.detach())
-                floors.append(torch.special.entr(targets).sum(1).mean())
-                hits.append((logits.detach().argmax(1) == targets.argmax(1)).float().mean())
-                sizes.append(len(labels))
+                sums.append(self.step(images, targets, lr, self.train.batch_sizes[number]))
+                if self.device.type == "cpu":  # where looking costs no waiting
+                    self._require_finite(sums[-1][:1], epoch, number)
                 bar.update()
             self.optimizer.zero_grad()
-            # The only wait for the device in the epoch. Batch means are weighted by batch size.
-            means = torch.stack([torch.stack(values) for values in (losses, hits, floors)]).double().cpu()
+            # The only wait for the device in the epoch.
+            totals = self.ranks.sum(torch.stack(sums).double()).cpu()
             seconds = time.perf_counter() - start
-            self._require_finite(means[0], epoch)
-            weights = torch.tensor(sizes, dtype=torch.float64)
-            train_loss, train_accuracy, floor = (means @ weights / weights.sum()).tolist()
-            test = evaluate(self.model, self.test, device=self.device)
+            self._require_finite(totals[:, 0], epoch)
+            train_loss, train_accuracy, floor, distillation = (totals.sum(0) / sum(self.train.batch_sizes)).tolist()
+            part = itertools.islice(self.test, self.ranks.rank, None, self.ranks.count)
+            test = evaluate(self.model, part, device=self.device, group=self.ranks.group)
         row = {
             "epoch": epoch,
             "train_loss": train_loss,
             "train_accuracy": train_accuracy,
             "train_entropy_floor": floor,
+            **({} if self.teacher is None else {"distillation_loss": distillation}),
             "test_loss": test.nll,
+            "test_loss_se": test.nll_se,
             "test_accuracy": test.accuracy,
+            "test_accuracy_se": test.accuracy_se,
             "lr": lr,
             "seconds": seconds,
         }
         self.history = [*self.history, row]
         return row
 
-    def step(self, images: Tensor, targets: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+    def step(self, images: Tensor, targets: Tensor, lr: float, batch_size: int) -> Tensor:
+        """One step of the optimiser; gives sums over this process's images of loss, hits, entropy, distillation."""
         recipe = self.recipe
         if recipe.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-            logits = logits_of(self.model(images))
-        if logits.shape != targets.shape:
-            raise ValueError(
-                f"the model gives {tuple(logits.shape)} for {len(images)} images of {self.data.num_classes}"
-                f" classes: build it with num_classes={self.data.num_classes}."
-            )
-        logits = logits.float()
-        loss = F.cross_entropy(logits, targets)
         self.optimizer.zero_grad()
-        loss.backward()
+        parts = list(zip(images.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), strict=True))
+        sums = torch.zeros(4, device=self.device)
+        for number, (some, wanted) in enumerate(parts, start=1):
+            with gradients_stay(self.wrapped) if number < len(parts) else contextlib.nullcontext():
+                loss, part = self.loss(some, wanted)
+                # Processes' gradients are averaged, not added.
+                (loss * (self.ranks.count / batch_size)).backward()
+            sums += part
         if recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return loss, logits
+        return sums
 
-    def _require_finite(self, losses: Tensor, epoch: int) -> None:
+    def loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over images that is minimised, and the sums that are told."""
+        share = self.recipe.distillation
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16"):
+            output = self.forward(images)
+        logits, distilled = _outputs(output)
+        if logits.shape != targets.shape:
+            raise ValueError(
+                f"the model gives {tuple(logits.shape)} for {len(images)} images of {self.data.num_classes}"
+                f" classes: build it with num_classes={self.data.num_classes}."
+            )
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        with torch.no_grad():
+            hits = (logits.argmax(1) == targets.argmax(1)).sum()
+            floor = torch.special.entr(targets).sum()
+        if self.teacher is None:
+            return loss, torch.stack([loss.detach(), hits.float(), floor, torch.zeros_like(floor)])
+        taught = F.cross_entropy(distilled, self.teacher.decisions(images), reduction="sum")
+        said = torch.stack([loss.detach(), hits.float(), floor, taught.detach()])
+        return (1 - share) * loss + share * taught, said
+
+    def _require_finite(self, losses: Tensor, epoch: int, before: int = 0) -> None:
         finite = losses.isfinite()
         if not finite.all():
-            first, before = int((~finite).nonzero()[0]) + 1, (epoch - 1) * self.steps_per_epoch
+            first = before + int((~finite).nonzero()[0]) + 1
+            step = (epoch - 1) * self.steps_per_epoch + first
             raise FloatingPointError(
-                f"the training loss is {losses[first - 1].item()} from step {first} of epoch {epoch} on"
-                f" (steps {before + first} to {before + len(losses)} of the run). The last good epoch is"
-                f" {epoch - 1}. Try a lower lr, a longer warmup_epochs, or clip=1.0."
+                f"the training loss is {losses[first - before - 1].item()} from step {first} of epoch {epoch} on"
+                f" (step {step} of the run). The last good epoch is {epoch - 1}. Try a lower lr, a longer"
+                " warmup_epochs, or clip=1.0."
             )
 
     def dataset(self) -> xr.Dataset:
-        config = {"recipe": self.recipe.config(), "data": self.data_config, "flags": _flags()}
+        config = {"recipe": self.recipe.config(), "data": self.data_config, "flags": flags()}
+        said: dict[str, Any] = described(self.model)
+        if self.ranks.count > 1:
+            said["ranks"] = self.ranks.count
+        if self.teacher is not None:
+            said["teacher"] = self.teacher.digest
         return xr.Dataset(
             {
-                name: ("epoch", [row[name] for row in self.history], {"long_name": text, "units": units})
+                name: ("epoch", [row.get(name, np.nan) for row in self.history], {"long_name": text, "units": units})
                 for name, (text, units) in HISTORY.items()
+                if name != "distillation_loss" or self.teacher is not None
             },
             coords={
                 "epoch": (
@@ -248,67 +420,18 @@ class _Run:
                 config=config,
                 device=str(self.device),
                 seed=self.recipe.seed,
-                **described(self.model),
+                **said,
             ),
         )
 
 
-def set_stochastic_depth(model: nn.Module, rate: float) -> None:
-    """Sets drop rates that grow linearly from 0 at the first to `rate` at the last branch that can drop.
-
-    Branches are modules of a class called `StochasticDepth` (torchvision's, with `p`) or `DropPath` (timm's,
-    with `drop_prob`).
-
-    Args:
-        model: any module.
-        rate: drop rate of the last branch; 0 switches all off.
-
-    Raises:
-        ValueError: if the rate is above 0 and the model has no such module.
-    """
-    attributes = {"StochasticDepth": "p", "DropPath": "drop_prob"}
-    branches = [module for module in model.modules() if type(module).__name__ in attributes]
-    if rate > 0 and not branches:
-        raise ValueError(
-            f"the recipe wants stochastic_depth={rate}, but the model has no StochasticDepth or DropPath:"
-            " build the model with it (in timm, drop_path_rate above 0), or set stochastic_depth=0."
-        )
-    for number, module in enumerate(branches):
-        depth = number / (len(branches) - 1) if len(branches) > 1 else 1.0
-        setattr(module, attributes[type(module).__name__], rate * depth)
-
-
-@contextlib.contextmanager
-def _own_random_state(seed: int, device: torch.device) -> Iterator[None]:
-    """Seeds PyTorch's global generators, which dropout draws from, and gives them back as they were."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
-
-
-@contextlib.contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    """Deterministic algorithms for the length of a training."""
-    if not wanted:
-        yield
-        return
-    enabled, warn_only, benchmark = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-    )
-    # cuBLAS reads this once, at the first CUDA product: after that it comes too late, and PyTorch warns.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.backends.cudnn.benchmark = benchmark
+def _outputs(output: Any) -> tuple[Tensor, Tensor]:
+    """Logits of the classes, and those that a teacher is compared with: the second of two outputs, or the same."""
+    two = isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output)
+    if two and output[0].shape == output[1].shape:
+        return output[0].float(), output[1].float()
+    logits = logits_of(output).float()
+    return logits, logits
 
 
 @contextlib.contextmanager
@@ -329,16 +452,13 @@ def _default_device(model: nn.Module) -> torch.device:
     return torch.device("cuda") if torch.cuda.is_available() else next(model.parameters()).device
 
 
-def _progress(row: Row, recipe: Recipe) -> dict[str, Any]:
-    names = ("train_loss", "test_accuracy", "seconds")
-    return {"epoch": row["epoch"], "epochs": recipe.epochs, **{name: row[name] for name in names}}
-
-
-def _flags() -> dict[str, Any]:
-    """Global switches of PyTorch that change numbers on a GPU."""
+def _progress(run: _Run) -> dict[str, Any]:
+    names = ("train_loss", "test_accuracy", "test_accuracy_se", "seconds")
+    row = run.history[-1]
     return {
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "cudnn.deterministic": torch.backends.cudnn.deterministic,
-        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "epoch": row["epoch"],
+        "epochs": run.recipe.epochs,
+        **{name: row[name] for name in names if name in row},
+        "device": str(run.device),
+        "host": socket.gethostname(),
     }

@@ -38,7 +38,8 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """The recipe's optimiser over the model's trainable parameters; its rate is set anew at every step."""
     groups = parameter_groups(model, recipe)
+    # Fused: one kernel for a tensor's whole update, on a CPU too, where a small network has many small tensors.
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum)
+        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, fused=True)
     kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=recipe.lr, betas=recipe.betas)
+    return kind(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)

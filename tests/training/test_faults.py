@@ -1,0 +1,208 @@
+"""What can go wrong while a training runs: it is never lost, and never another one in silence."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import StopError, make_data, numbers, same_weights, stop_after, tiny
+
+from vitprobe.training import FolderBusyError, Recipe, fit, load_snapshot
+from vitprobe.training.checkpoint import digest
+from vitprobe.training.folder import in_use, only_one
+
+HERE = Path(__file__).parent
+RECIPE = Recipe(epochs=3, batch_size=16, lr=0.01, mixup=1.0, cutmix=1.0, label_smoothing=0.1, augment="flip")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Everything that `killed.py` tried, in a process of its own: a copy of one with threads would not be safe."""
+    folder = tmp_path_factory.mktemp("killed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(
+        [sys.executable, HERE / "killed.py", folder], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("place", ["step", "before a replacement", "after a replacement", "write"])
+def test_killed_anywhere_it_ends_as_if_nothing_had_happened(killed, place):
+    tried = [one for one in killed if one["place"] == place]
+    assert len(tried) >= 5
+    assert all(one["killed"] for one in tried), [one["number"] for one in tried if not one["killed"]]
+    assert all(one["same"] for one in tried), [one["number"] for one in tried if not one["same"]]
+    assert not any(one["left over"] for one in tried)
+
+
+def test_a_full_disk_keeps_the_last_epoch_and_says_what_to_do(tmp_path):
+    """The limit on a file's size makes a write fail as a full disk does: in the middle."""
+    whole = tiny()
+    expected = fit(whole, make_data(), RECIPE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(model, row):
+        if row["epoch"] == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
+
+    try:
+        with pytest.raises(OSError, match=r"epoch 2 cannot be saved .*make room.*goes on from epoch 1"):
+            fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=fill, progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 1
+    assert not list(tmp_path.rglob("*.tmp"))
+    resumed = tiny(seed=5)
+    assert numbers(fit(resumed, make_data(), RECIPE, folder=tmp_path)).equals(numbers(expected))
+    assert same_weights(whole, resumed)
+
+
+def flip_a_bit(path):
+    """In the numbers, not in the file's own bookkeeping: the file can still be read."""
+    content = torch.load(path, weights_only=True)
+    weights = content["model"]["head.2.weight"]
+    raw = bytearray(path.read_bytes())
+    place = raw.find(weights.numpy().tobytes()[:64])
+    assert place > 0
+    raw[place + 10] ^= 1
+    path.write_bytes(raw)
+    assert not torch.equal(torch.load(path, weights_only=True)["model"]["head.2.weight"], weights)
+
+
+def test_a_single_wrong_bit_is_noticed(tmp_path):
+    whole = tiny()
+    expected = fit(whole, make_data(), RECIPE)
+    with pytest.raises(StopError):
+        fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=stop_after(2))
+    flip_a_bit(tmp_path / "checkpoint.pt")
+    resumed = tiny(seed=5)
+    with pytest.warns(UserWarning, match=r"checkpoint.pt .* is damaged.*epoch 1"):
+        found = fit(resumed, make_data(), RECIPE, folder=tmp_path)
+    assert numbers(found).equals(numbers(expected))
+    assert same_weights(whole, resumed)
+
+
+def test_the_checksum_is_of_the_content():
+    content = {"a": torch.arange(3.0), "b": [1, "x", None], "c": {"d": 2.5}}
+    same = {"a": torch.arange(3.0).clone(), "b": [1, "x", None], "c": {"d": 2.5}}
+    assert digest(content) == digest(same)
+    others = [
+        {**content, "a": torch.tensor([0.0, 1.0, 2.0000002])},
+        {**content, "a": torch.arange(3.0).double()},
+        {**content, "a": torch.arange(3.0)[None]},
+        {**content, "b": [1, "x"]},
+        {"a": torch.arange(3.0), "c": {"d": 2.5}, "b": [1, "x", None], "e": 0},
+    ]
+    assert len({digest(one) for one in [content, *others]}) == 6
+
+
+def test_the_second_in_a_folder_is_told_who_is_there(tmp_path):
+    with only_one(tmp_path):
+        assert in_use(tmp_path) == f"process {os.getpid()} on {os.uname().nodename}"
+        with pytest.raises(FolderBusyError, match=rf"in use by process {os.getpid()} on .*another folder"):
+            fit(tiny(), make_data(), RECIPE, folder=tmp_path)
+    assert in_use(tmp_path) == ""
+    fit(tiny(), make_data(), RECIPE, folder=tmp_path)
+
+
+def test_the_second_can_wait_and_gets_what_the_first_made(tmp_path):
+    first, second = tiny(), tiny(seed=5)
+    started, histories = threading.Event(), []
+
+    def wait(model, row):
+        if row["epoch"] == 1:
+            started.set()
+            time.sleep(0.3)
+
+    def follow():
+        started.wait()
+        histories.append(fit(second, make_data(), RECIPE, folder=tmp_path, when_busy="wait", on_epoch=stop_after(1)))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    expected = fit(first, make_data(), RECIPE, folder=tmp_path, on_epoch=wait)
+    thread.join()
+    assert histories[0].to_dataframe().equals(expected.to_dataframe())
+    assert same_weights(first, second)
+
+
+def test_a_dead_process_leaves_the_folder_free(tmp_path):
+    program = (
+        "import sys, time; from pathlib import Path; from vitprobe.training.folder import only_one\n"
+        "with only_one(Path(sys.argv[1])): print('in', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "in\n"
+    with pytest.raises(FolderBusyError, match=f"process {process.pid} on"):
+        fit(tiny(), make_data(), RECIPE, folder=tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    fit(tiny(), make_data(), RECIPE, folder=tmp_path)
+
+
+def test_an_epoch_whose_callback_failed_is_told_again(tmp_path):
+    seen = []
+
+    def fail_once(model, row):
+        seen.append(row["epoch"])
+        if seen == [1, 2]:
+            raise StopError
+
+    with pytest.raises(StopError):
+        fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=fail_once)
+    fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=fail_once)
+    fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=fail_once)  # finished
+    assert seen == [1, 2, 2, 3]
+
+
+def test_snapshots_are_the_weights_of_their_epochs(tmp_path):
+    recipe = Recipe(**{**RECIPE.config(), "snapshots": (0, 2)})
+    seen = {0: tiny().state_dict()}
+    model = tiny()
+    fit(
+        model,
+        make_data(),
+        recipe,
+        folder=tmp_path,
+        on_epoch=lambda model, row: seen.update({row["epoch"]: {k: v.clone() for k, v in model.state_dict().items()}}),
+    )
+    for epoch in (0, 2):
+        again = tiny(seed=7)
+        load_snapshot(again, tmp_path, epoch)
+        assert all(torch.equal(value, seen[epoch][name]) for name, value in again.state_dict().items())
+    with pytest.raises(FileNotFoundError, match=r"no snapshot of epoch 1, but of \[0, 2\]"):
+        load_snapshot(model, tmp_path, 1)
+    with pytest.raises(ValueError, match=r"keeps snapshots of epochs 0, 2: give folder="):
+        fit(tiny(), make_data(), recipe)
+
+
+def test_a_line_per_epoch_where_there_is_no_terminal(tmp_path, capsys):
+    fit(tiny(), make_data(), RECIPE)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    fit(tiny(), make_data(), RECIPE, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_loss_that_is_not_finite_stops_at_once():
+    """On a CPU the very step is the last one, not that of the epoch's end."""
+    model = tiny()
+    calls = []
+
+    def spoil(module, given):
+        calls.append(1)
+        if len(calls) == 2:
+            module.stem[0].weight.data.fill_(float("nan"))
+
+    model.register_forward_pre_hook(spoil)
+    with pytest.raises(FloatingPointError, match=r"nan from step 2 of epoch 1 on \(step 2 of the run\)"):
+        fit(model, make_data(), RECIPE)
+    assert len(calls) == 2

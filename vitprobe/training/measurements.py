@@ -1,0 +1,74 @@
+"""What is measured of a model while it trains."""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import xarray as xr
+from torch import nn
+
+from vitprobe.names import unknown
+from vitprobe.results import load, save
+
+Measure = Callable[[nn.Module], xr.Dataset]
+
+
+class Measurements:
+    """Measures a model after chosen epochs; for `fit(..., on_epoch=measurements)`.
+
+    Each measurement of each epoch is a netCDF file, written whole or not at all, and not taken again where it is
+    there: an interrupted training goes on with what was measured before.
+
+    Args:
+        measures: what is measured, by name: functions of the model, such as
+            `lambda model: vp.nonlocality(model, batches)`.
+        folder: where the files go; the folder of the run is a good place.
+        epochs: after which epochs; every one unless given. For epoch 0, call `measurements(model, {"epoch": 0})`
+            before `fit`.
+    """
+
+    def __init__(
+        self,
+        measures: Mapping[str, Measure],
+        folder: str | os.PathLike[str],
+        *,
+        epochs: Collection[int] | None = None,
+    ) -> None:
+        self.measures = dict(measures)
+        self.folder = Path(folder) / "measured"
+        self.epochs = epochs
+
+    def __call__(self, model: nn.Module, row: Mapping[str, float]) -> None:
+        """Measures, if this epoch is one of those wanted.
+
+        Args:
+            model: the model that trains.
+            row: of the history; its `epoch` counts.
+        """
+        epoch = int(row["epoch"])
+        if self.epochs is not None and epoch not in self.epochs:
+            return
+        for name, measure in self.measures.items():
+            file = self.folder / name / f"epoch_{epoch:04d}.nc"
+            if not file.exists():
+                ds = measure(model)
+                save(ds.assign_coords(epoch=((), epoch, {"long_name": "completed epochs", "units": "1"})), file)
+
+    def dataset(self, name: str) -> xr.Dataset:
+        """All that was measured under a name, along `epoch`.
+
+        Args:
+            name: of a measurement.
+
+        Raises:
+            ValueError: if there is no measurement of that name, or nothing measured yet.
+        """
+        if name not in self.measures:
+            raise unknown("measurement", name, self.measures)
+        files = sorted((self.folder / name).glob("epoch_*.nc"))
+        if not files:
+            raise ValueError(f"nothing is measured yet in {self.folder / name}.")
+        parts = [load(file) for file in files]
+        # Where a layer is, and what it is called, is the same in all epochs, or these are no epochs of one training.
+        ds = xr.concat(parts, "epoch", join="exact", coords="minimal", compat="equals", combine_attrs="drop_conflicts")
+        return ds.assign_attrs(history=parts[-1].attrs["history"])  # the call and time of the last

@@ -1,0 +1,72 @@
+"""One training in several processes: whose gradients and batch statistics are those of all images."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.parallel import DistributedDataParallel
+
+from vitprobe.ranks import Ranks
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def in_parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """The module whose backward pass averages gradients over the processes; of one process, the model itself."""
+    if ranks.group is None:
+        return model
+    device = ranks.device
+    return DistributedDataParallel(
+        model, device_ids=[device] if device.type == "cuda" else None, process_group=ranks.group
+    )
+
+
+def gradients_stay(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """A `with` in which gradients add up in each process, for the next backward pass after it to average."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def same_statistics(model: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Batch normalisation over the images of all processes, for the length of a `with`."""
+    norms = [] if ranks.group is None else [module for module in model.modules() if type(module) in _NORMS]
+    kinds = [type(module) for module in norms]
+    try:
+        for module in norms:
+            # The class alone: parameters, buffers, hooks and the model's own references stay what they are.
+            module.__class__ = _SummedBatchNorm if ranks.device.type == "cpu" else nn.SyncBatchNorm
+            module.__dict__["process_group"] = ranks.group
+        yield
+    finally:
+        for module, kind in zip(norms, kinds, strict=True):
+            module.__class__ = kind
+            del module.__dict__["process_group"]
+
+
+class _SummedBatchNorm(nn.BatchNorm2d):
+    """Batch normalisation over all processes on a CPU, where PyTorch's own is not to be had."""
+
+    process_group: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        others = [dim for dim in range(x.ndim) if dim != 1]
+        count = x.new_tensor([x.numel() / x.shape[1]])
+        sums = all_reduce(torch.cat([x.sum(others), x.square().sum(others), count]), group=self.process_group)
+        total = sums[-1]
+        mean, square = (sums[:-1] / total).chunk(2)
+        variance = square - mean.square()
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean, share)
+                self.running_var.lerp_(variance * total / (total - 1), share)
+        shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
+        normal = (x - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+        return normal if self.weight is None else normal * self.weight.view(shape) + self.bias.view(shape)
