@@ -1,5 +1,6 @@
 """The command line: what it prints, writes and returns."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_studies_are_those_of_the_folder():
     assert (studies_root() / "studies" / "park_kim" / "fourier.py").is_file()
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["list"], ["train"], ["probe"], ["show"], ["report"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["list"], ["train"], ["runs"], ["probe"], ["show"], ["report"]])
 def test_help(command, capsys):
     assert call(*command, "--help") == 0
     assert "--help" in capsys.readouterr().out
@@ -73,6 +74,11 @@ def test_help(command, capsys):
         (["probe", "timm:vit_tinny_patch16_224", "-o", "x.nc"], "Did you mean"),
         (["probe", "vit_nano", "--checkpoint", "gone.pt", "-o", "x.nc"], "gone.pt"),
         (["train", "vit_nano", "--folder", "f", "--epochs", "0"], "epochs must be at least 1"),
+        (["train", "vit_nano", "--folder", "f", "--recipe", "park_kim"], "Did you mean 'park_kim_weak'"),
+        (["train", "vit_nano", "--folder", "f", "--start", "a", "--first", "b"], "give one of them"),
+        (["train", "vit_nano", "--folder", "f", "--teacher", "none"], "none holds no trained network"),
+        (["train", "vit_nano", "--folder", "f", "--measure", "nonlocalty"], "Did you mean 'nonlocality'"),
+        (["train", "vit_nano", "--folder", "f", "--measure", "fourier", "--measure-every", "0"], "1 or more"),
         (["train", "vit_nano", "--folder", "f", "--option", "patch_size"], "NAME=VALUE"),
         (["train", "vit_nano", "--folder", "f", "--option", "patch_size=3"], "use patch_size=2"),
         (["show", "gone.nc"], "gone.nc"),
@@ -258,3 +264,58 @@ def test_files_say_no_folders_of_this_machine(tmp_path):
     attributes = xr.load_dataset("v.nc").attrs
     assert attributes["data"] == "npz:train.npz,test.npz"
     assert str(tmp_path) not in " ".join(map(str, attributes.values()))
+
+
+def test_train_by_a_papers_recipe(tmp_path, capsys):
+    """Its settings are the flags' defaults; what is given changes one of them."""
+    common = [
+        "--train-size",
+        "60",
+        "--test-size",
+        "40",
+        "--epochs",
+        "2",
+        "--warmup-epochs",
+        "0.5",
+        "--snapshots",
+        "0",
+        "2",
+    ]
+    recipe = ["--recipe", "park_kim_weak_cpu"]
+    assert (
+        call("train", "convit_nano", "--folder", "run", *common, *recipe, "--measure", "attention_gates,fourier") == 0
+    )
+    assert "test accuracy" in capsys.readouterr().out
+    kept = json.loads(Path("run/recipe.json").read_text())
+    assert kept["weight_decay"] == 0.05 and kept["stochastic_depth"] == 0.1 and kept["epochs"] == 2
+    assert vp.load("run/history.nc").attrs["recipe"] == "park_kim_weak_cpu"
+    assert vp.load("run/attention_gates.nc").epoch.values.tolist() == [1, 2]
+    assert call("probe", "run", "--images", "20", "--probes", "fourier", "-o", "f.nc") == 0
+    trained = json.loads(vp.load("f.nc").attrs["config"])
+    assert trained["probe"] == "fourier"
+
+    assert call("train", "vit_nano", "--folder", "b", *common, f"--recipe={recipe[1]}", "--teacher", "run") == 2
+    assert "distillation=0.5" in capsys.readouterr().err
+    pupil = ["--teacher", "run", "--distillation", "0.5", "--start", "run"]
+    assert call("train", "convit_nano", "--folder", "c", *common, *pupil) == 0
+    history = vp.load("c/history.nc")
+    assert json.loads(history.attrs["hand_over"])["gap"] == 0.0 and "distillation_loss" in history
+
+    capsys.readouterr()
+    assert call("runs", ".") == 0
+    listed = capsys.readouterr().out
+    assert listed.count("convit_nano") == 2 and "2 finished" in listed
+    assert call("runs", "b") == 0 and "no runs below b" in capsys.readouterr().out
+
+
+def test_two_phases_on_the_command_line(tmp_path):
+    arguments = ["--recipe", "two_phase_cpu", "--epochs", "2", "--train-size", "60", "--test-size", "40"]
+    command = ["train", "relative_vit_nano", "--first", "convolutional_vit_nano", "--folder", "two", *arguments]
+    assert call(*command) == 0
+    assert vp.load("two/history.nc").phase.values.tolist() == ["convolution", "attention"]
+
+
+def test_recipes_are_listed_with_what_they_changed(capsys):
+    assert call("list", "recipes", "-v") == 0
+    listed = capsys.readouterr().out
+    assert "park_kim_strong" in listed and "lr 0.001 (was 0.000125)" in listed

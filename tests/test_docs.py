@@ -190,3 +190,13 @@ def test_dimensions_are_those_of_the_datasets():
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\(((?!http)[^)#]+)\)", PAGES[page])
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+def test_training(fresh, capsys):
+    from vitprobe.training import list_recipes
+
+    namespace = run("training")
+    assert 0 <= float(namespace["history"].hand_over_relative_gap) < 0.2
+    assert namespace["watch"].dataset("nonlocality").epoch.values.tolist() == [0, 1, 2]
+    assert "4 finished" in capsys.readouterr().out or Path("runs/two/attention/checkpoint.pt").is_file()
+    assert [name for name in list_recipes() if f"`{name}`" not in PAGES["training"]] == []

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from vitprobe.runs import DataSpec, Run, cache_folder, trained
-from vitprobe.training import Recipe
+from vitprobe.models import create_model
+from vitprobe.runs import DataSpec, Run, cache_folder, list_runs, load_run, trained
+from vitprobe.training import Recipe, fit
+from vitprobe.training.folder import only_one
 
 SMALL = DataSpec(spec="digits", train_size=60, test_size=40)
 RUN = Run(model="convmixer_nano", data=SMALL, recipe=Recipe(epochs=2, batch_size=20, seed=3))
@@ -81,3 +83,78 @@ def test_fraction_before_anything(tmp_path):
 def test_cache_folder_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("VITPROBE_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
+
+
+def test_a_run_that_starts_from_another_and_is_taught_by_a_third(tmp_path):
+    """A relative_vit goes on as the function that its convolutional_vit is, then learns from a teacher too."""
+    recipe = Recipe(epochs=1, batch_size=20, seed=3)
+    first = Run(model="convolutional_vit_nano", data=SMALL, recipe=recipe)
+    run = Run(model="relative_vit_nano", start=first, teacher=RUN, data=SMALL, recipe=replace(recipe, distillation=0.5))
+    assert len({run.key(), replace(run, start=None).key(), replace(run, teacher=None).key()}) == 3
+    assert "start" not in first.config() and "teacher" not in first.config()
+    result = trained(run, cache=tmp_path)
+    told = json.loads(result.history.attrs["hand_over"])
+    assert told["relative_gap"] < 0.1 and told["images"] == 40
+    assert told["accuracy_before"] == float(trained(first, cache=tmp_path).history.test_accuracy[-1])
+    assert {path.name.split("-")[0] for path in (tmp_path / "runs").iterdir()} == {
+        "convolutional_vit_nano",
+        "relative_vit_nano",
+        "convmixer_nano",
+    }
+    # Of the same architecture: the very weights.
+    same = replace(run, model="convolutional_vit_nano", teacher=None, recipe=replace(recipe, lr=1e-30, weight_decay=0))
+    source, found = trained(first, cache=tmp_path).model, trained(same, cache=tmp_path).model
+    assert torch.equal(source.head.weight, found.head.weight)
+    with pytest.raises(ValueError, match="weights go from a convolutional_vit to a relative_vit"):
+        trained(replace(same, model="vit_nano"), cache=tmp_path)
+
+
+def test_the_network_of_an_earlier_epoch(tmp_path):
+    run = replace(RUN, recipe=replace(RUN.recipe, snapshots=(0, 1)))
+    result = trained(run, cache=tmp_path)
+    fresh = create_model(run.model, image_size=8, channels=1, num_classes=10, seed=3)
+    for model in (result.at(0), load_run(result.folder, 0)):
+        assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+    assert not torch.equal(next(result.at(1).parameters()), next(result.model.parameters()))
+    with pytest.raises(FileNotFoundError, match=r"no snapshot of epoch 2, but of \[0, 1\]"):
+        result.at(2)
+
+
+def test_a_folder_gives_its_network_back(tmp_path):
+    options = {"depth": 2, "dim": 24}
+    run = Run(model="vit_nano", options=options, data=SMALL, recipe=replace(RUN.recipe, epochs=1))
+    result = trained(run, cache=tmp_path)
+    model = load_run(result.folder)
+    assert not model.training
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), result.model.parameters(), strict=True))
+    with pytest.raises(FileNotFoundError, match="holds no trained network"):
+        load_run(tmp_path)
+    fit(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), result.data, run.recipe, folder=tmp_path)
+    with pytest.raises(ValueError, match=r"Sequential that was not made by create_model.*load_weights"):
+        load_run(tmp_path)
+
+
+def test_what_is_trained_is_listed(tmp_path):
+    assert list_runs(tmp_path).empty
+    trained(RUN, cache=tmp_path)
+
+    def stop(model, row):
+        raise KeyboardInterrupt
+
+    other = replace(RUN, model="vit_nano", recipe=replace(RUN.recipe, epochs=3))
+    with pytest.raises(KeyboardInterrupt):
+        trained(other, cache=tmp_path, on_epoch=stop)
+    with only_one(other.folder(tmp_path)):
+        assert set(list_runs(tmp_path).state) == {"finished", "running"}
+    table = list_runs(tmp_path).set_index("model")
+    assert table.loc["convmixer_nano", ["data", "seed", "epoch", "epochs", "state"]].tolist() == [
+        "digits",
+        3,
+        2,
+        2,
+        "finished",
+    ]
+    assert table.loc["vit_nano", ["epoch", "epochs", "state"]].tolist() == [0, 3, "stopped"]
+    accuracy = trained(RUN, cache=tmp_path).history.test_accuracy.values[-1]
+    assert table.loc["convmixer_nano", "test_accuracy"] == accuracy
+    assert table.loc["convmixer_nano", "folder"] == str(RUN.folder(tmp_path).relative_to(tmp_path))

@@ -46,9 +46,17 @@ from .report import write_report as write_report
 from .results import load as load
 from .results import save as save
 from .results import stack_runs as stack_runs
+from .runs import list_runs as list_runs
+from .runs import load_run as load_run
 from .training import Evaluation as Evaluation
+from .training import FolderBusyError as FolderBusyError
+from .training import Measurements as Measurements
 from .training import Recipe as Recipe
 from .training import TrainingBatches as TrainingBatches
 from .training import evaluate as evaluate
 from .training import fit as fit
+from .training import fit_two_phases as fit_two_phases
+from .training import list_recipes as list_recipes
+from .training import load_snapshot as load_snapshot
 from .training import load_weights as load_weights
+from .training import make_recipe as make_recipe

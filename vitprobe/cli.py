@@ -1,4 +1,4 @@
-"""The command line: `vitprobe run | list | train | probe | show | report`."""
+"""The command line: `vitprobe run | list | train | runs | probe | show | report`."""
 
 import ast
 import dataclasses
@@ -19,8 +19,6 @@ from vitprobe.study import Settings, exit_code, run_study
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from vitprobe.training import Recipe
 
 
 def studies_root() -> Path:
@@ -81,10 +79,10 @@ def list_all(
     """List studies, models, probes and data sets.
 
     Args:
-        what: studies, models, probes, data or all.
-        verbose: for every model its images, parameters and multiply-adds; half a minute.
+        what: studies, models, recipes, probes, data or all.
+        verbose: for every model its images, parameters and multiply-adds, half a minute; for every recipe its settings.
     """
-    if what not in (kinds := ("studies", "models", "probes", "data", "all")):
+    if what not in (kinds := ("studies", "models", "recipes", "probes", "data", "all")):
         raise unknown("list", what, kinds)
     wanted = [kind for kind in kinds if what in (kind, "all")]
     gap = "\n" if what == "all" else ""
@@ -95,6 +93,9 @@ def list_all(
     if "models" in wanted:
         print(f"{gap}models (vitprobe train MODEL)")
         _list_models(bool(verbose))
+    if "recipes" in wanted:
+        print(f"{gap}recipes (vitprobe train MODEL --recipe ...)")
+        _list_recipes(bool(verbose))
     if "probes" in wanted:
         from vitprobe.probes import CHANGE_PROBES, FEATURE_PROBES, LOSS_PROBES
 
@@ -126,50 +127,43 @@ def _list_models(costs: bool) -> None:
         print(f"  {name:<24} {columns}{describe_model(name)}", flush=costs)
 
 
-def train(
-    model: Annotated[Positional[str], arg(metavar="MODEL")],
-    recipe: OmitArgPrefixes["Recipe"],
-    folder: Path,
-    data: str = "digits",
-    data_root: Path | None = None,
-    download: bool = True,
-    train_size: int | None = None,
-    test_size: int | None = None,
-    option: Annotated[list[str], tyro.conf.UseAppendAction] = [],  # noqa: B006  (tyro's way; never changed)
-    device: str | None = None,
-) -> None:
-    """Train a network and keep it in a folder; the same command goes on after an interruption.
+def _list_recipes(settings: bool) -> None:
+    from vitprobe.training import RECIPES, Recipe
+
+    default = Recipe().config()
+    for name, one in RECIPES.items():
+        print(f"  {name:<24} {one.source}")
+        if not settings:
+            continue
+        if one.notes:
+            print(f"    {one.notes}")
+        if one.scaled_from:
+            changed = one.changes()
+            print(f"    changed: {', '.join(f'{key} {new!r} (was {old!r})' for key, (old, new) in changed.items())}")
+        else:
+            own = {key: value for key, value in one.recipe.config().items() if value != default[key]}
+            print(f"    {', '.join(f'{key}={value!r}' for key, value in own.items())}")
+
+
+def runs(folder: Annotated[Positional[Path | None], arg(metavar="FOLDER")] = None) -> None:
+    """List what is trained, running or stopped, and where.
 
     Args:
-        model: a name from `vitprobe list`.
-        recipe: how to train.
-        folder: where the checkpoint and the history go.
-        data: digits, cifar10, cifar100, svhn, fashion_mnist, folder:PATH, npz:TRAIN,TEST, synthetic:low.
-        data_root: folder of downloaded data sets.
-        download: fetch a data set that is not in its folder.
-        train_size: use this many training images, balanced over the classes.
-        test_size: use this many test images.
-        option: an argument of the network, e.g. --option patch_size=2; may be repeated.
-        device: cpu, cuda or cuda:1; the GPU if there is one unless given.
+        folder: where to look, at any depth; the cache of trained runs unless given.
     """
-    from vitprobe.data import load_data
-    from vitprobe.models import create_model
-    from vitprobe.results import save
-    from vitprobe.training import fit
+    from vitprobe.results import cache_folder
+    from vitprobe.runs import list_runs
 
-    images = load_data(data, root=data_root, download=download, train_size=train_size, test_size=test_size)
-    network = create_model(
-        model,
-        image_size=images.image_size,
-        channels=images.channels,
-        num_classes=images.num_classes,
-        seed=recipe.seed,
-        **_options(option),
-    )
-    history = fit(network, images, recipe, folder=folder, device=device)
-    path = save(history, folder / "history.nc")
-    last = history.isel(epoch=-1)
-    print(f"test accuracy {float(last.test_accuracy):.1%} after {recipe.epochs} epochs; history in {path}")
+    table = list_runs(folder)
+    where = cache_folder() if folder is None else folder
+    if table.empty:
+        print(f"no runs below {where}")
+        return
+    table["epoch"] = table.epoch.astype(str) + "/" + table.epochs.astype(str)
+    accuracy = table.test_accuracy.map("{:.1%}".format, na_action="ignore").fillna("")
+    print(table.assign(test_accuracy=accuracy).drop(columns="epochs").to_string(index=False))
+    counts = table.state.value_counts()
+    print(f"{', '.join(f'{counts[state]} {state}' for state in counts.index)}; below {where}")
 
 
 def probe(
@@ -197,8 +191,8 @@ def probe(
     Every file is written as soon as its measurement is done. The same command goes on after an interruption.
 
     Args:
-        model: module:function that returns the model (the current folder is searched), timm:NAME, torchvision:NAME,
-            or a name from `vitprobe list`.
+        model: the folder of a trained run, module:function that returns the model (the current folder is searched),
+            timm:NAME, torchvision:NAME, or a name from `vitprobe list`.
         output: a folder for index.html and a netCDF file and figure per probe; or, with .nc, a netCDF file alone, to
             whose name that of the probe is added where there are several (out_fourier.nc).
         data: images to probe on, as in `vitprobe train`.
@@ -237,7 +231,7 @@ def probe(
             raise unknown("probe", name, (*known, "all"))
     names = list(dict.fromkeys(one for name in named for one in (FEATURE_PROBES if name == "all" else [name])))
     sharing = [name for name in names if name in FEATURE_PROBES]
-    given = _options_by_probe(_options(option), {name: known[name] for name in names})
+    given = _options_by_probe(parse_options(option), {name: known[name] for name in names})
     measurements = [FEATURE_PROBES[name](**given[name]) for name in sharing]
     paths = _output_paths(output, names)
     own_images = [name for name in names if "source" in inspect.signature(known[name]).parameters]
@@ -406,10 +400,15 @@ def report(
     print(write_report({name: load(file) for name, file in found.items()}, output))
 
 
+def _train_without_flags() -> None:
+    """Train a network and keep it in a folder; the same command goes on after an interruption."""
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run,
     "list": list_all,
-    "train": train,
+    "train": _train_without_flags,
+    "runs": runs,
     "probe": probe,
     "show": show,
     "report": report,
@@ -426,30 +425,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for failed runs, 2 for bad input, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if "train" in arguments[:1]:
-        # The recipe's type is needed for its flags, and costs the import of torch; the other commands start without.
-        from vitprobe.training import Recipe
 
-        globals()["Recipe"] = Recipe
+    def run_command() -> None:
         commands = COMMANDS
-    else:
-        commands = {**COMMANDS, "train": _train_without_flags}
-    return exit_code(
-        lambda: tyro.extras.subcommand_cli_from_dict(
+        if "train" in arguments[:1]:
+            # Its flags are the recipe's, whose type costs the import of torch; the other commands start without.
+            from vitprobe.cli_train import train_by
+
+            commands = {**COMMANDS, "train": train_by(arguments)}
+        tyro.extras.subcommand_cli_from_dict(
             commands,
             prog="vitprobe",
             description="How does this vision network work? Train, probe, and check what four papers say.",
             args=arguments,
             sort_subcommands=False,
         )
-    )
+
+    return exit_code(run_command)
 
 
-def _train_without_flags() -> None:
-    """Train a network and keep it in a folder; the same command goes on after an interruption."""
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """What `--option NAME=VALUE` says, values as Python reads them, or as text.
 
+    Args:
+        pairs: each `NAME=VALUE`.
 
-def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    Raises:
+        ValueError: if one has no value.
+    """
     options = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -469,6 +472,10 @@ def _build(spec: str, image_size: int | tuple[int, int], channels: int, num_clas
 
     from vitprobe.models import create_model, list_libraries
 
+    if Path(spec).is_dir():
+        from vitprobe.runs import load_run
+
+        return load_run(spec)
     source, colon, name = spec.partition(":")
     if not colon or source in list_libraries():
         return create_model(spec, image_size=image_size, channels=channels, num_classes=num_classes, seed=seed)
