@@ -15,11 +15,11 @@ asked for), untrained, in float32, on images of noise with labels:
 - plan: what is done once per model, over a bare pass of two images.
 - transform: the half-diagonal of spectra over the full two-dimensional transform, by size of the maps.
 
-Every action is handed its batches one by one, and after each of them a bare pass over the same batch is timed, so that
-both run under the same conditions; ratios are of the sums of a round: median (least to most) over rounds. A round of few
-images pays for the plan as well. So there is a second ratio, of what each further image costs, from both sums less those
-of four images, fewer than which some probes do not take. On a machine that other work shares, --clock cpu counts what
-this process has used.
+Every action is handed its batches one by one, and after each of them a bare pass over the same batch is timed, so
+that both run under the same conditions; ratios are of the sums of a round: median (least to most) over rounds. A
+round of few images pays for the plan as well. So there is a second ratio, of what each further image costs, from both
+sums less those of four images, fewer than which some probes do not take. On a machine that other work shares, --clock
+cpu counts what this process has used.
 """
 
 import argparse
