@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from two_ranks import results, run
 
+from vitprobe.cli import main
 from vitprobe.data import load_data
 from vitprobe.models import create_model
 from vitprobe.ranks import Ranks
@@ -80,6 +81,25 @@ def refused(rank):
     folder = Path(sys.argv[2]) / "interrupted"
     other = replace(CASES["batch normalisation"][1], lr=0.5)
     fit(network("convmixer_nano"), data(), other, folder=folder, group=dist.group.WORLD, progress=False)
+
+
+def spoiled(rank):
+    """Weights that are no numbers in one process only: both stop, and neither waits for the other."""
+    model = network("vit_nano")
+
+    def spoil(module, given):
+        if rank == 1 and module.training:
+            return (given[0] * float("nan"),)
+
+    model.register_forward_pre_hook(spoil)
+    fit(model, data(), BASE, group=dist.group.WORLD, progress=False)
+
+
+def failing_callback(rank):
+    def fail(model, row):
+        raise LookupError("no such thing")
+
+    fit(network("vit_nano"), data(), BASE, group=dist.group.WORLD, on_epoch=fail, progress=False)
 
 
 def too_small(rank):
@@ -154,6 +174,16 @@ def test_mistakes_are_said_by_all(two, case, text):
             raised(two[rank][case])
 
 
+def test_an_error_in_one_process_ends_both(two):
+    for rank in (0, 1):
+        with pytest.raises(FloatingPointError, match="nan from step 1 of epoch 1"):
+            raised(two[rank]["spoiled"])
+    with pytest.raises(LookupError, match="no such thing"):
+        raised(two[0]["failing_callback"])
+    with pytest.raises(RuntimeError, match="rank 0: LookupError: no such thing"):
+        raised(two[1]["failing_callback"])
+
+
 def test_evaluation_is_over_all_images(two):
     expected = evaluate(network("vit_nano"), data().loader("test", batch_size=10))
     for rank in (0, 1):
@@ -184,22 +214,21 @@ def test_batch_normalisation_over_processes_is_that_of_all_images(two):
 def test_torchrun_trains_as_one_process(tmp_path):
     """The command line, through the launcher that users type."""
     settings = "--train-size 60 --test-size 33 --batch-size 24 --epochs 1 --warmup-epochs 0.5 --optimizer sgd --lr 0.02"
-    arguments = ["-m", "vitprobe", "train", "convmixer_nano", *settings.split(), "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for start, folder in ((launch, "two"), ([], "one")):
-        done = subprocess.run(
-            [sys.executable, *start, *arguments, "--folder", tmp_path / folder],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("test accuracy") == 1
+    arguments = ["train", "convmixer_nano", *settings.split(), "--device", "cpu", "--folder"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vitprobe"]
+    done = subprocess.run(
+        [*launch, *arguments, tmp_path / "two"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 1
+    assert main([*arguments, str(tmp_path / "one")]) == 0
     one, two = (load(tmp_path / folder / "history.nc") for folder in ("one", "two"))
     np.testing.assert_allclose(two.train_loss, one.train_loss, rtol=1e-5)
-    assert json.loads((tmp_path / "two" / "run.json").read_text())["model"] == "convmixer_nano"
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["created"]["name"] == "convmixer_nano"
     assert "ranks" not in one.attrs and two.attrs["ranks"] == 2
 
 
@@ -228,6 +257,8 @@ if __name__ == "__main__":
         **{case: in_two(*one) for case, one in CASES.items()},
         "interrupted": interrupted,
         "refused": refused,
+        "spoiled": spoiled,
+        "failing_callback": failing_callback,
         "too_small": too_small,
         "evaluated": evaluated,
         "statistics": statistics,

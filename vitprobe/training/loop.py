@@ -150,10 +150,11 @@ def fit(
         )
         for epoch in range(len(run.history) + 1, recipe.epochs + 1):
             row = run.epoch(epoch, bar)
-            if path is not None:
-                _save(path, run)
-            if ranks.first:
-                _tell(path, run, on_epoch)
+            with ranks.together():  # what fails in the first process must not leave the others waiting
+                if path is not None:
+                    _save(path, run)
+                if ranks.first:
+                    _tell(path, run, on_epoch)
             if shows:
                 _show(row, recipe, bar)
     model.eval()
@@ -315,7 +316,8 @@ class _Run:
                 targets = soft_targets(labels, self.data.num_classes, recipe.label_smoothing)
                 images, targets = mix_batch(images, targets, recipe, rng)
                 sums.append(self.step(images, targets, lr, self.train.batch_sizes[number]))
-                if self.device.type == "cpu":  # where looking costs no waiting
+                # Where looking costs no waiting, and nobody waits for who has stopped.
+                if self.device.type == "cpu" and self.ranks.count == 1:
                     self._require_finite(sums[-1][:1], epoch, number)
                 bar.update()
             self.optimizer.zero_grad()
