@@ -23,13 +23,14 @@ ALLOWED = {
     "curvature": set(),
     "probes": {"attach", "curvature", "data", "results"},
     "runs": {"models", "initializers", "data", "training", "results"},
-    "study": {"results", "claims", "figures"},
+    "executors": set(),
+    "study": {"results", "claims", "figures", "executors"},
     "report": {"results", "figures"},
     "cli": {"models", "data", "training", "probes", "figures", "results", "study", "report", "runs", "cli_train"},
     "cli_train": {"cli", "models", "data", "training", "probes", "results", "runs"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = ("results", "claims", "figures", "study", "report", "seeds", "names", "intervals", "cli")
+WITHOUT_TORCH = ("results", "claims", "figures", "study", "executors", "report", "seeds", "names", "intervals", "cli")
 
 
 def room_of(file: Path) -> str:

@@ -125,11 +125,52 @@ def test_a_damaged_measurement_is_made_again(settings):
 
 def test_a_failed_run_costs_only_itself(settings):
     broken = ToyRun("b", 1, fails=True)
-    with pytest.raises(RuntimeError, match=r"1 of 3 runs failed, 2 are kept; the first, b seed 1: ZeroDivisionError"):
+    with pytest.raises(
+        RuntimeError, match=r"1 of 3 runs failed, 2 are kept; the first, b seed 1: ZeroDivisionError"
+    ) as raised:
         run_study(toy(ToyRun("a", 0), broken, ToyRun("a", 1)), settings, executor=Inline())
+    assert str(raised.value).endswith("b seed 1 broke. The same command goes on, and repeats nothing that is done.")
     assert not (settings.out / "toy_smoke.nc").exists()
     run_study(toy(ToyRun("a", 0), ToyRun("b", 1), ToyRun("a", 1)), settings, executor=Inline())
     assert MEASURED == ["a seed 0", "a seed 1", "b seed 1"]
+
+
+def test_an_executor_that_takes_no_more_costs_only_the_rest(settings):
+    class Full(Inline):
+        def submit(self, function, *arguments):
+            if MEASURED:
+                raise OSError("the queue is full")
+            return super().submit(function, *arguments)
+
+    with pytest.raises(RuntimeError, match="1 of 2 runs failed, 1 are kept; the first, a seed 1: OSError: the queue"):
+        run_study(toy(ToyRun("a", 0), ToyRun("a", 1)), settings, executor=Full())
+    assert len(list((settings.cache / "measured").glob("*.nc"))) == 1
+
+
+def test_a_measurement_that_another_has_made_by_now_is_taken(settings):
+    class Late(Inline):
+        def submit(self, function, *arguments):
+            super().submit(function, *arguments)
+            return super().submit(function, *arguments)
+
+    run_study(toy(ToyRun("a", 0)), settings, executor=Late())
+    assert MEASURED == ["a seed 0"]
+
+
+def test_paths_mean_the_same_in_another_folder(tmp_path, monkeypatch):
+    seen = []
+
+    def grid(settings):
+        seen.append(settings)
+        return []
+
+    monkeypatch.chdir(tmp_path)
+    given = Settings(data="npz:a.npz,b.npz", data_root=Path("data"), cache=Path("cache"))
+    with pytest.raises(ValueError, match="no datasets to stack"):
+        run_study(replace(toy(), grid=grid), given)
+    (got,) = seen
+    assert got.data == f"npz:{tmp_path / 'a.npz'},{tmp_path / 'b.npz'}"
+    assert (got.data_root, got.cache) == (tmp_path / "data", tmp_path / "cache")
 
 
 def test_claims_are_gathered_from_all_files_of_a_folder(settings):

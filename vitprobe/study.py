@@ -1,19 +1,18 @@
 """A study is one figure: a grid of runs, a measurement of each, a drawing, and verdicts on published claims.
 
 Measurements are cached by the hash of the run's configuration, so that a study which is interrupted repeats nothing
-that is done. The grid goes to any object with `.submit(fn, *args)`; a pool of processes is the default.
+that is done. The grid goes to processes of this machine, a Dask cluster, Slurm, or any object with
+`.submit(fn, *args)`.
 """
 
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,6 +21,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from vitprobe.claims import Verdict, table, verdicts_from_json, verdicts_to_json
+from vitprobe.executors import Task, Tasks, one_at_a_time, open_executor, wrap
 from vitprobe.figures import save_figure
 from vitprobe.results import cache_folder, config_hash, load, plain_name, save, stack_runs
 
@@ -45,7 +45,9 @@ class Settings:
         seeds: number of seeds, instead of the scale's own.
         out: folder for the results; results/PAPER unless given.
         cache: folder of trained runs and measurements; $VITPROBE_CACHE or ~/.cache/vitprobe unless given.
-        workers: processes that train and measure; one per core on a CPU, one on a GPU unless given.
+        workers: processes of this machine that train and measure; one per core on a CPU, one on a GPU unless given.
+        executor: where the runs go: local:N, which is N workers; dask:tcp://HOST:8786 or dask:FILE.json, a Dask
+            cluster; slurm:partition=NAME,hours=8,gpus=1,cpus=8,memory_gb=32, a job of each run.
         recompute: measure again (trained models are kept).
     """
 
@@ -60,6 +62,7 @@ class Settings:
     out: Path | None = None
     cache: Path | None = None
     workers: int | None = None
+    executor: str | None = None
     recompute: bool = False
 
 
@@ -107,31 +110,36 @@ class Study:
             raise ValueError(f"a study's name is 'paper/figure', where its results go, not {self.name!r}.")
 
 
-def run_study(study: Study, settings: Settings, *, executor: Executor | None = None) -> Path:
+def run_study(study: Study, settings: Settings, *, executor: Any = None) -> Path:
     """Measure every run of a study that is not measured yet, then save, draw and judge.
 
     Args:
         study: the study.
         settings: scale, data, device, folders.
-        executor: where the runs go: any object with `.submit(fn, *args)`; a pool of processes unless given.
+        executor: where the runs go, instead of `settings.executor`: any object with `.submit(fn, *args)`, such as a
+            pool of threads, a Dask client or a submitit executor.
 
     Returns:
         The netCDF file; the figure and the verdicts lie beside it under the same name.
 
     Raises:
         RuntimeError: if a run failed; the others are kept.
+        ValueError: if there is no such executor.
     """
+    settings = _from_anywhere(settings)
     runs = list(study.grid(settings))
     files = [_measured_file(study, run, settings) for run in runs]
-    missing = [(run, file) for run, file in zip(runs, files, strict=True) if settings.recompute or not _loads(file)]
+    missing = {file: run for run, file in zip(runs, files, strict=True) if settings.recompute or not _loads(file)}
     print(f"{study.name} ({settings.scale}): {len(runs)} runs, {len(runs) - len(missing)} already measured")
     failures = _measure_all(study, missing, settings, executor) if missing else []
     if failures:
-        done = len(runs) - len(failures)
-        raise RuntimeError(
-            f"{len(failures)} of {len(runs)} runs failed, {done} are kept; the first, {failures[0][0].label}: "
-            f"{type(failures[0][1]).__name__}: {failures[0][1]}"
-        ) from failures[0][1]
+        run, failure = failures[0]
+        error = RuntimeError(
+            f"{len(failures)} of {len(runs)} runs failed, {len(runs) - len(failures)} are kept; the first, "
+            f"{run.label}: {failure}. The same command goes on, and repeats nothing that is done."
+        )
+        error.add_note(failure.trace)
+        raise error
     ds = stack_runs([load(file) for file in files], model=[run.model for run in runs])
     verdicts = list(study.verdicts(ds))
     ds.attrs |= {"title": study.title, "study": study.name, "scale": settings.scale}
@@ -237,71 +245,198 @@ def _loads(file: Path) -> bool:
     return True
 
 
-def _measure_and_save(study: Study, run: Any, settings: Settings, file: Path) -> None:
-    """What a worker does for one run."""
-    save(study.measure(run, settings), file)
+def _from_anywhere(settings: Settings) -> Settings:
+    """Settings whose paths mean the same in a worker, which may stand in another folder."""
+    kind, colon, paths = (settings.data or "").partition(":")
+    data = settings.data
+    if kind in ("folder", "npz"):
+        data = kind + colon + ",".join(str(Path(path).absolute()) for path in paths.split(","))
+    root, cache = settings.data_root, settings.cache
+    return replace(settings, data=data, data_root=root and root.absolute(), cache=cache and cache.absolute())
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run failed, as text: errors of other machines cannot always be brought back.
+
+    Attributes:
+        kind: name of the error.
+        message: what it says.
+        trace: where it happened.
+    """
+
+    kind: str
+    message: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """The text of an error."""
+        return cls(type(error).__name__, str(error).rstrip("."), "".join(traceback.format_exception(error)))
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def _measure_run(
+    measure: Callable[[Any, Settings], xr.Dataset], run: Any, settings: Settings, cache: Path, name: str
+) -> xr.Dataset | Failure:
+    """What a worker does for one run: nothing if another one has done it, else measure and keep it.
+
+    Args:
+        measure: of the study.
+        run: the run.
+        settings: of the study.
+        cache: of who asks, for a worker that has none of its own.
+        name: of the file in the folder of measurements.
+
+    Returns:
+        The dataset, for who asks need not share a disk with the worker.
+    """
+    cache = settings.cache or Path(os.environ.get("VITPROBE_CACHE") or cache)
+    file = cache / "measured" / name
+    try:
+        with one_at_a_time():
+            if settings.recompute or not _loads(file):
+                save(measure(run, replace(settings, cache=cache)), file)
+            return load(file)
+    except Exception as error:
+        return Failure.of(error)
 
 
 def _measure_all(
-    study: Study, missing: Sequence[tuple[RunLike, Path]], settings: Settings, executor: Executor | None
-) -> list[tuple[RunLike, BaseException]]:
+    study: Study, missing: Mapping[Path, RunLike], settings: Settings, executor: Any
+) -> list[tuple[RunLike, Failure]]:
     """Measure runs at the same time, showing how far they are; returns those that failed."""
-    pool: Executor
-    with _pool(settings, len(missing)) if executor is None else nullcontext(executor) as pool:
-        futures: dict[Future[None], RunLike] = {
-            pool.submit(_measure_and_save, study, run, settings, file): run for run, file in missing
-        }
-        waiting = set(futures)
+    cache = cache_folder().absolute()
+    opened: AbstractContextManager[Any] = nullcontext(executor)
+    if executor is None:
+        opened = _pool(settings, len(missing))
+    with opened as yielded:
+        tasks = wrap(yielded)
+        waiting, current = deque(missing), dict[Task, Path]()
         try:
-            with tqdm(total=len(futures), desc=study.name, bar_format=_BAR, disable=None) as bar:
-                while waiting:
-                    time.sleep(0.2)
-                    finished = {future for future in waiting if future.done()}
-                    waiting -= finished
-                    if bar.disable:  # no terminal: a line per run instead
-                        for future in finished:
-                            print(
-                                f"  [{len(futures) - len(waiting)}/{len(futures)}] {futures[future].label}", flush=True
-                            )
-                    parts = [(futures[future], futures[future].fraction(settings.cache)) for future in waiting]
-                    bar.n = round(len(futures) - len(waiting) + sum(part for _, part in parts), 2)
-                    going = [f"{run.label} {part:.0%}" for run, part in parts if 0 < part < 1]
-                    bar.set_postfix_str(", ".join(going[:3]))
+            with tqdm(total=len(missing), desc=study.name, bar_format=_BAR, disable=None) as bar:
+                progress = _Progress(missing, settings.cache, bar)
+                while waiting or current:
+                    slots = tasks.slots()
+                    while waiting and (slots is None or len(current) < slots):
+                        file = waiting.popleft()
+                        call = (_measure_run, study.measure, missing[file], settings, cache, file.name)
+                        task = _submit(tasks, call, file.stem)
+                        if isinstance(task, Failure):
+                            progress.end(file, task)
+                        else:
+                            current[task] = file
+                    ended = [task for task in current if task.done()]
+                    for task in ended:
+                        file = current.pop(task)
+                        progress.end(file, _keep(task, file, settings.recompute))
+                    progress.show(current)
+                    if not ended:
+                        time.sleep(tasks.poll)
         except BaseException:
-            for future in futures:
-                future.cancel()
-            if executor is None:  # checkpoints are whole at any moment, so nobody has to be waited for
-                for worker in multiprocessing.active_children():
-                    worker.terminate()
+            for task in current:
+                with suppress(Exception):  # nobody may be there any more
+                    task.cancel()
+            tasks.stop()
             raise
-    failures = [(run, future.exception()) for future, run in futures.items()]
-    return [(run, error) for run, error in failures if error is not None]
+    return [(missing[file], failure) for file, failure in progress.ended.items() if failure is not None]
 
 
-_BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {n:.1f}/{total} runs [{elapsed}<{remaining}]{postfix}"
+def _pool(settings: Settings, runs: int) -> AbstractContextManager[Any]:
+    """Where the runs go by the settings."""
+    return open_executor(
+        settings.executor,
+        workers=settings.workers,
+        runs=runs,
+        device=settings.device,
+        folder=(settings.cache or cache_folder()).absolute() / "jobs",
+    )
 
 
-def _pool(settings: Settings, runs: int) -> ProcessPoolExecutor:
-    cores = os.cpu_count() or 1
-    workers = max(1, min(settings.workers or (1 if _on_gpu(settings.device) else cores), runs))
-    # Spawned children read these when they import torch: many small runs beside each other beat one on all cores.
-    threads = str(max(1, cores // workers))
-    os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker)
+def _submit(tasks: Tasks, call: Sequence[Any], key: str) -> Task | Failure:
+    """A task, or why there is none; what the user can mend is raised."""
+    try:
+        return tasks.submit(*call, key=key)
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:  # a queue that is full costs this run only
+        return Failure.of(error)
 
 
-def _on_gpu(device: str | None) -> bool:
-    if device is not None:
-        return device.startswith("cuda")
-    import torch
+def _keep(task: Task, file: Path, recompute: bool) -> Failure | None:
+    """Save what an ended task brought, unless the worker's file is seen here; returns why it failed."""
+    error = task.exception()
+    outcome = Failure.of(error) if error is not None else task.result()
+    if isinstance(outcome, Failure):
+        return outcome
+    if recompute or not _loads(file):
+        save(outcome, file)
+    return None
 
-    return torch.cuda.is_available()
+
+class _Progress:
+    """How far a grid of runs is.
+
+    Args:
+        runs: by the files of their measurements.
+        cache: folder of trained runs, where it is seen how far each is.
+        bar: of a terminal; without one there is a line for every run that ends.
+    """
+
+    def __init__(self, runs: Mapping[Path, RunLike], cache: Path | None, bar: "tqdm[Any]") -> None:
+        self.runs, self.cache, self.bar = runs, cache, bar
+        self.ended: dict[Path, Failure | None] = {}
+        self.parts = self.first = {file: run.fraction(cache) for file, run in runs.items()}
+        self.start = time.monotonic()
+
+    def end(self, file: Path, failure: Failure | None) -> None:
+        """Note that a run ended, and say so where there is no bar; failures are said anyway."""
+        self.ended[file] = failure
+        text = f"  [{len(self.ended)}/{len(self.runs)}] {self.runs[file].label}"
+        if failure is not None:
+            text += f" failed, {failure}"
+        if self.bar.disable:
+            print(f"{text}; {self.summary()}", flush=True)
+        elif failure is not None:
+            self.bar.write(text)
+
+    def show(self, current: Mapping[Task, Path]) -> None:
+        """Move the bar."""
+        self.parts = self.parts | {file: self.runs[file].fraction(self.cache) for file in current.values()}
+        if self.bar.disable:
+            return
+        parts = {file: self.parts[file] for file in current.values()}
+        running = sum(parts[file] > 0 or task.running() for task, file in current.items())
+        waiting = sum(self.parts[file] for file in self.runs if file not in self.ended)
+        self.bar.n = round(len(self.ended) + waiting, 2)
+        going = [f"{self.runs[file].label} {part:.0%}" for file, part in parts.items() if 0 < part < 1]
+        self.bar.set_postfix_str(", ".join([self.summary(running), *going[:3]]))
+
+    def summary(self, running: int | None = None) -> str:
+        """Done, running, failed and remaining time."""
+        failed = sum(failure is not None for failure in self.ended.values())
+        counts = [f"{len(self.ended) - failed} done"]
+        counts += [f"{running} running"] if running is not None else []
+        counts += [f"{failed} failed"] if failed else []
+        seconds = self.remaining()
+        return ", ".join(counts + ([] if seconds is None else [f"{tqdm.format_interval(seconds)} left"]))
+
+    def remaining(self) -> float | None:
+        """Seconds that the rest takes at the speed so far; `None` before there is a speed, and after the end."""
+        left = sum(1 - self.parts[file] for file in self.runs if file not in self.ended)
+        made = sum(
+            (1.0 if file in self.ended else self.parts[file]) - self.first[file]
+            for file in self.runs
+            if self.ended.get(file) is None
+        )
+        if made <= 0 or len(self.ended) == len(self.runs):
+            return None
+        return left * (time.monotonic() - self.start) / made
 
 
-def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, and give bars a lock that a terminated process does not leak."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tqdm.set_lock(threading.RLock())
+_BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {n:.1f}/{total} runs [{elapsed}]{postfix}"
 
 
 def _numbers(verdict: Verdict) -> str:
