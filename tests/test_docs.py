@@ -84,8 +84,12 @@ def test_register_a_model(fresh, capsys):
     assert describe_model("depthwise_net") == "Patches mixed by 3x3 depthwise and by pointwise convolutions."
     with pytest.raises(TypeError, match=r"takes no option 'heads'; it takes .*patch_size"):
         create_model("depthwise_net", heads=3)
-    with pytest.raises(ValueError, match="registered already"):
-        namespace["vp"].register(namespace["mynets"].depthwise_net)
+    with pytest.raises(ValueError, match="'vit' is registered already"):
+
+        def vit(*, image_size, channels, num_classes):
+            """Another network of that name."""
+
+        namespace["vp"].register(vit)
 
 
 def test_write_a_study(fresh, capsys):
@@ -200,3 +204,11 @@ def test_training(fresh, capsys):
     assert namespace["watch"].dataset("nonlocality").epoch.values.tolist() == [0, 1, 2]
     assert "4 finished" in capsys.readouterr().out or Path("runs/two/attention/checkpoint.pt").is_file()
     assert [name for name in list_recipes() if f"`{name}`" not in PAGES["training"]] == []
+
+
+def test_many_machines(fresh):
+    from vitprobe.executors import open_executor
+
+    assert "open_executor" in PAGES["many_machines"]
+    run("many_machines")
+    assert callable(open_executor)

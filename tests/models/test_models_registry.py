@@ -90,6 +90,9 @@ def test_own_networks_register(monkeypatch):
 
     assert "borrowed" in list_models()
     assert create_model("borrowed", bias=False).bias is None
+    assert register(borrowed) is borrowed  # its module, loaded anew
+    borrowed.__module__ = "elsewhere"
+    monkeypatch.setitem(registry._CONSTRUCTORS, "borrowed", create_model)
     with pytest.raises(ValueError, match="'borrowed' is registered already"):
         register(borrowed)
 

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import StopError, make_data, numbers, same_weights, stop_after, tiny
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from vitprobe.data import load_data
+from vitprobe.initializers import mimetic_
+from vitprobe.models import create_model
 from vitprobe.training import FolderBusyError, Recipe, fit, load_snapshot
 from vitprobe.training.checkpoint import digest
 from vitprobe.training.folder import in_use, only_one
@@ -184,12 +188,73 @@ def test_snapshots_are_the_weights_of_their_epochs(tmp_path):
         fit(tiny(), make_data(), recipe)
 
 
+def test_snapshots_of_a_start_that_was_given_up_are_not_kept(tmp_path):
+    """Killed between a snapshot and its checkpoint, the folder has one of epoch 1; another recipe may begin there."""
+    recipe = Recipe(**{**RECIPE.config(), "snapshots": (1, 2)})
+    fit(tiny(), make_data(), recipe, folder=tmp_path)
+    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+        (tmp_path / name).unlink()
+    other = Recipe(**{**recipe.config(), "lr": 0.02, "snapshots": (1,)})
+    seen = {}
+    fit(
+        tiny(),
+        make_data(),
+        other,
+        folder=tmp_path,
+        on_epoch=lambda model, row: seen.setdefault(row["epoch"], model.state_dict()["head.2.weight"].clone()),
+    )
+    assert [file.name for file in (tmp_path / "snapshots").iterdir()] == ["epoch_0001.pt"]
+    again = tiny(seed=7)
+    load_snapshot(again, tmp_path, 1)
+    assert torch.equal(again.head[2].weight, seen[1])
+
+
+def test_another_network_in_a_folder_is_refused(tmp_path):
+    """Of the same weights' shapes: what differs is how many heads they are shared out to, or what wrote them."""
+    data = load_data("digits", train_size=60, test_size=20)
+    recipe = Recipe(epochs=1, batch_size=20)
+
+    def network(**options):
+        return create_model("vit_nano", image_size=8, channels=1, num_classes=10, seed=0, **options)
+
+    fit(network(heads=2), data, recipe, folder=tmp_path)
+    with pytest.raises(ValueError, match=r"another network: network\.created\.heads was 2 and is now 4"):
+        fit(network(heads=4), data, recipe, folder=tmp_path)
+    written = network(heads=2)
+    mimetic_(written, seed=0)
+    with pytest.raises(ValueError, match=r"another network: network\.initialisation"):
+        fit(written, data, recipe, folder=tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text())["created"]["heads"] == 2
+
+
 def test_a_line_per_epoch_where_there_is_no_terminal(tmp_path, capsys):
     fit(tiny(), make_data(), RECIPE)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     fit(tiny(), make_data(), RECIPE, progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_weights_that_the_last_step_spoiled_are_not_saved(tmp_path):
+    """The loss of the last step is that before it: only a look at the weights shows what it did to them."""
+    model = tiny()
+
+    def spoil(optimizer, positional, named, steps=[]):  # noqa: B006  (counts)
+        steps.append(1)
+        if len(steps) == 6:  # the last of epoch 2
+            model.head[2].bias.data.fill_(float("inf"))
+
+    handle = register_optimizer_step_post_hook(spoil)
+    try:
+        with pytest.raises(FloatingPointError, match=r"head.2.bias is no longer finite .* of epoch 2.*epoch is 1"):
+            fit(model, make_data(), RECIPE, folder=tmp_path)
+    finally:
+        handle.remove()
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 1
+    whole, resumed = tiny(), tiny(seed=5)
+    fit(whole, make_data(), RECIPE)
+    fit(resumed, make_data(), RECIPE, folder=tmp_path)
+    assert same_weights(whole, resumed)
 
 
 def test_a_loss_that_is_not_finite_stops_at_once():

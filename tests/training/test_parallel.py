@@ -76,6 +76,11 @@ def interrupted(rank):
     return first.state_dict(), again.state_dict(), [type(one).__name__ for one in again.modules()]
 
 
+def uneven(rank):
+    """Batches of 20 in 7 parts and batch normalisation: parts are other images than in one process, and as many."""
+    return trained("convmixer_nano", replace(BASE, accumulate=7, batch_size=20, epochs=1), group=dist.group.WORLD)
+
+
 def refused(rank):
     """A mistake that only the first process can see is said by both."""
     folder = Path(sys.argv[2]) / "interrupted"
@@ -111,17 +116,38 @@ def evaluated(rank):
     return evaluate(network("vit_nano"), batches[rank::2], group=dist.group.WORLD)
 
 
+NORMS = {
+    "plain": lambda: nn.BatchNorm2d(3),
+    "cumulative": lambda: nn.BatchNorm2d(3, momentum=None),
+    "without weights": lambda: nn.BatchNorm2d(3, affine=False),
+    "without memory": lambda: nn.BatchNorm2d(3, track_running_stats=False),
+}
+
+
+def normalised(norm, images, out):
+    x = images.clone().requires_grad_()
+    y = norm(x)
+    (y * out).sum().backward()
+    return y.detach(), x.grad
+
+
+def drawn():
+    """Far from zero: a mean square less a squared mean would lose all digits."""
+    generator = torch.Generator().manual_seed(0)
+    return 300 + 0.1 * torch.randn(7, 3, 4, 4, generator=generator), torch.randn(7, 3, 4, 4, generator=generator)
+
+
 def statistics(rank):
     """Outputs, gradients and running statistics of batch normalisation over unequal parts."""
-    torch.manual_seed(0)
-    images, out = torch.randn(7, 3, 4, 4), torch.randn(7, 3, 4, 4)
     part = slice(0, 5) if rank == 0 else slice(5, 7)
-    norm = nn.BatchNorm2d(3)
-    x = images[part].clone().requires_grad_()
-    with same_statistics(norm, Ranks(dist.group.WORLD)):
-        y = norm(x)
-        (y * out[part]).sum().backward()
-    return y.detach(), x.grad, norm.state_dict(), type(norm).__name__, sorted(vars(norm))
+    images, out = drawn()
+    found = {}
+    for name, make in NORMS.items():
+        norm = make()
+        with same_statistics(norm, Ranks(dist.group.WORLD)):
+            values = normalised(norm, images[part], out[part])
+        found[name] = *values, norm.state_dict(), type(norm).__name__, sorted(vars(norm))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +180,11 @@ def test_two_processes_train_as_one(two, case):
             )
     assert all(torch.equal(a, b) for a, b in zip(two[0][case][0].values(), two[1][case][0].values(), strict=True))
     assert two[0][case][1].attrs["ranks"] == 2
+
+
+def test_parts_that_do_not_divide_are_as_many_in_both(two):
+    weights = [raised(two[rank]["uneven"])[0] for rank in (0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True))
 
 
 def test_two_processes_go_on_from_a_folder(two):
@@ -193,17 +224,14 @@ def test_evaluation_is_over_all_images(two):
         assert found.nll == pytest.approx(expected.nll, rel=1e-6)
 
 
-def test_batch_normalisation_over_processes_is_that_of_all_images(two):
-    torch.manual_seed(0)
-    images, out = torch.randn(7, 3, 4, 4), torch.randn(7, 3, 4, 4)
-    norm = nn.BatchNorm2d(3)
+@pytest.mark.parametrize("kind", NORMS)
+def test_batch_normalisation_over_processes_is_that_of_all_images(two, kind):
+    norm = NORMS[kind]()
     before = sorted(vars(norm))
-    x = images.clone().requires_grad_()
-    y = norm(x)
-    (y * out).sum().backward()
-    parts = [raised(two[rank]["statistics"]) for rank in (0, 1)]
-    torch.testing.assert_close(torch.cat([part[0] for part in parts]), y.detach())
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), x.grad, rtol=1e-4, atol=1e-5)
+    y, gradient = normalised(norm, *drawn())
+    parts = [raised(two[rank]["statistics"])[kind] for rank in (0, 1)]
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), y, rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, rtol=1e-2, atol=2e-2)
     for part in parts:
         for key, value in norm.state_dict().items():
             torch.testing.assert_close(part[2][key], value)
@@ -256,6 +284,7 @@ if __name__ == "__main__":
     run({
         **{case: in_two(*one) for case, one in CASES.items()},
         "interrupted": interrupted,
+        "uneven": uneven,
         "refused": refused,
         "spoiled": spoiled,
         "failing_callback": failing_callback,

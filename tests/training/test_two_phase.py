@@ -8,7 +8,8 @@ from vitprobe import results
 from vitprobe.data import load_data
 from vitprobe.models import create_model
 from vitprobe.models.convolutional_vit import transfer_
-from vitprobe.training import Recipe, fit, fit_two_phases, function_gap, split_recipe
+from vitprobe.probes import feature_variance
+from vitprobe.training import Measurements, Recipe, fit, fit_two_phases, function_gap, split_recipe
 
 RECIPE = Recipe(epochs=5, batch_size=50, lr=2e-3, warmup_epochs=1.0, snapshots=(0, 2, 5))
 
@@ -96,3 +97,18 @@ def test_the_second_phase_is_a_training_from_the_handed_over_weights():
         first, second, data, Recipe(epochs=3, batch_size=50), transfer=transfer_, share=0.34, progress=False
     )
     assert history.train_loss.values[1:].tolist() == expected.train_loss.values.tolist()
+
+
+def test_epochs_of_both_phases_count_on(tmp_path):
+    """So that measurements of both are kept apart."""
+    seen = []
+    data, first, second = pair()
+    watch = Measurements({"size": lambda model: size(model)}, tmp_path)
+
+    def size(model):
+        seen.append(type(model.get_submodule("blocks.0.attention")).__name__)
+        return feature_variance(model, data.loader("test", batch_size=50), progress=False)
+
+    fit_two_phases(first, second, data, RECIPE, transfer=transfer_, folder=tmp_path, on_epoch=watch, progress=False)
+    assert seen == ["ShiftAttention"] * 2 + ["Attention"] * 3
+    assert watch.dataset("size").epoch.values.tolist() == [1, 2, 3, 4, 5]

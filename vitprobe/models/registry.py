@@ -28,10 +28,12 @@ def register(constructor: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         The same function.
 
     Raises:
-        ValueError: if the name is taken.
+        ValueError: if the name is taken by a constructor of another module.
     """
     name = constructor.__name__
-    if name in _CONSTRUCTORS:
+    taken = _CONSTRUCTORS.get(name)
+    # The same one again is its module loaded anew, after an edit, in a notebook or a worker that stays.
+    if taken is not None and taken.__module__ != constructor.__module__:
         raise ValueError(f"a model named {name!r} is registered already: give the constructor another name.")
     _CONSTRUCTORS[name] = constructor
     return constructor

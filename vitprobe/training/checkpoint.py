@@ -165,6 +165,12 @@ def save_snapshot(folder: Path, epoch: int, weights: Mapping[str, Tensor]) -> No
     os.replace(_write(path, lambda file: torch.save(content, file)), path)
 
 
+def remove_snapshots(folder: Path) -> None:
+    """Removes the snapshots of a run that starts anew."""
+    for file in snapshot_file(folder, 0).parent.glob("epoch_*.pt"):
+        file.unlink()
+
+
 def load_snapshot(model: nn.Module, folder: str | os.PathLike[str], epoch: int) -> None:
     """Loads the weights that a run had after so many epochs into a model.
 
@@ -193,7 +199,7 @@ def require_same(folder: Path, saved: Mapping[str, Any], asked: Mapping[str, Any
         folder: the folder of the run.
         saved: the configuration that the folder was made with.
         asked: the configuration of this call.
-        what: `"recipe"` or `"data"`.
+        what: `"recipe"`, `"data"`, `"network"` or `"teacher"`.
 
     Raises:
         ValueError: if any field differs; names each with both values.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vitprobe.calling import described, evaluation_mode, logits_of
+from vitprobe.data.images import local_part
 from vitprobe.ranks import Group, Ranks
 from vitprobe.results import provenance, to_json
 from vitprobe.seeds import derive_seed
@@ -26,10 +27,10 @@ from vitprobe.training.checkpoint import (
     load_checkpoint,
     load_weights,
     plain_names,
+    remove_snapshots,
     require_same,
     save_checkpoint,
     save_snapshot,
-    snapshot_file,
     write_json,
 )
 from vitprobe.training.distillation import Teacher
@@ -134,8 +135,10 @@ def fit(
             run.restore(ranks.from_first(lambda: run.saved(Path(folder))))
         if path is not None:
             write_json(path / "recipe.json", recipe.config())
-            write_json(path / "run.json", run.description())
-            run.keep_snapshot(path)
+            write_json(path / "run.json", run.network | {"data_name": data.name, "data": run.data_config})
+            if not run.history:
+                remove_snapshots(path)  # of another start, of which nothing else was saved
+                run.keep_snapshot(path)
             if run.history and not _told(path, len(run.history)):
                 _tell(path, run, on_epoch)
         stack.enter_context(_sentence_on_interrupt(run, path))
@@ -254,6 +257,8 @@ class _Run:
         self.history: list[Row] = []
         # What a checkpoint gives back must compare equal: tuples become lists here, not there.
         self.data_config = json.loads(json.dumps(data.config()))
+        created = getattr(model, "created", None)  # by vitprobe.create_model, with these arguments
+        self.network = json.loads(to_json({"created": created, **described(model)}))
 
     def state(self) -> dict[str, Any]:
         return {
@@ -263,6 +268,7 @@ class _Run:
             "history": self.history,
             "recipe": self.recipe.config(),
             "data": self.data_config,
+            "network": self.network,
             "teacher": None if self.teacher is None else self.teacher.digest,
         }
 
@@ -274,6 +280,7 @@ class _Run:
         # A setting that is newer than the checkpoint had its default then.
         require_same(folder, Recipe().config() | saved["recipe"], self.recipe.config(), "recipe")
         require_same(folder, saved["data"], self.data_config, "data")
+        require_same(folder, saved.get("network", self.network), self.network, "network")  # older ones have none
         digest = None if self.teacher is None else self.teacher.digest
         require_same(folder, {"weights": saved.get("teacher")}, {"weights": digest}, "teacher")
         return saved
@@ -284,21 +291,10 @@ class _Run:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.history = saved["history"]
 
-    def description(self) -> dict[str, Any]:
-        """What a folder says of the network and the data in it."""
-        return {
-            "created": json.loads(to_json(getattr(self.model, "created", None))),
-            **described(self.model),
-            "data_name": self.data.name,
-            "data": self.data_config,
-        }
-
     def keep_snapshot(self, folder: Path) -> None:
         """Keeps the weights of now, if the recipe wants those of this epoch."""
         epoch = len(self.history)
-        # Those of a start that nothing was saved of may be another model's.
-        kept = epoch > 0 and snapshot_file(folder, epoch).exists()
-        if epoch in self.recipe.snapshots and not kept:
+        if epoch in self.recipe.snapshots:
             save_snapshot(folder, epoch, plain_names(self.model.state_dict()))
 
     def epoch(self, epoch: int, bar: "tqdm[Any]") -> Row:
@@ -326,6 +322,7 @@ class _Run:
             seconds = time.perf_counter() - start
             self._require_finite(totals[:, 0], epoch)
             train_loss, train_accuracy, floor, distillation = (totals.sum(0) / sum(self.train.batch_sizes)).tolist()
+            self._require_finite_weights(epoch)
             part = itertools.islice(self.test, self.ranks.rank, None, self.ranks.count)
             test = evaluate(self.model, part, device=self.device, group=self.ranks.group)
         row = {
@@ -350,7 +347,10 @@ class _Run:
         if recipe.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         self.optimizer.zero_grad()
-        parts = list(zip(images.chunk(recipe.accumulate), targets.chunk(recipe.accumulate), strict=True))
+        # As many in every process, or what waits for the others would wait for ever.
+        shares = [len(local_part(batch_size, rank, self.ranks.count)) for rank in range(self.ranks.count)]
+        count = min(recipe.accumulate, *shares)
+        parts = list(zip(images.tensor_split(count), targets.tensor_split(count), strict=True))
         sums = torch.zeros(4, device=self.device)
         for number, (some, wanted) in enumerate(parts, start=1):
             with gradients_stay(self.wrapped) if number < len(parts) else contextlib.nullcontext():
@@ -395,6 +395,15 @@ class _Run:
                 f"the training loss is {losses[first - before - 1].item()} from step {first} of epoch {epoch} on"
                 f" (step {step} of the run). The last good epoch is {epoch - 1}. Try a lower lr, a longer"
                 " warmup_epochs, or clip=1.0."
+            )
+
+    def _require_finite_weights(self, epoch: int) -> None:
+        """The last step's loss is that before it."""
+        bad = [name for name, value in self.model.state_dict().items() if not value.isfinite().all()]
+        if bad:
+            raise FloatingPointError(
+                f"{bad[0]} is no longer finite after the last step of epoch {epoch}. The last good epoch is"
+                f" {epoch - 1}. Try a lower lr, a longer warmup_epochs, or clip=1.0."
             )
 
     def dataset(self) -> xr.Dataset:

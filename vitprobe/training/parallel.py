@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
@@ -54,19 +53,27 @@ class _SummedBatchNorm(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            return super().forward(x)
         others = [dim for dim in range(x.ndim) if dim != 1]
-        count = x.new_tensor([x.numel() / x.shape[1]])
-        sums = all_reduce(torch.cat([x.sum(others), x.square().sum(others), count]), group=self.process_group)
+        shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
+        values = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        # Two sums, one after the other: a mean square less a squared mean would be all rounding far from zero.
+        count = values.new_tensor([x.numel() / x.shape[1]])
+        sums = all_reduce(torch.cat([values.sum(others), count]), group=self.process_group)
         total = sums[-1]
-        mean, square = (sums[:-1] / total).chunk(2)
-        variance = square - mean.square()
+        mean = sums[:-1] / total
+        centred = values - mean.view(shape)
+        variance = all_reduce(centred.square().sum(others), group=self.process_group) / total
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
                 share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-                self.running_mean.lerp_(mean, share)
-                self.running_var.lerp_(variance * total / (total - 1), share)
-        shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
-        normal = (x - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
-        return normal if self.weight is None else normal * self.weight.view(shape) + self.bias.view(shape)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+                self.running_var.lerp_((variance * total / (total - 1)).to(self.running_var.dtype), share)
+        normal = centred * (variance + self.eps).rsqrt().view(shape)
+        if self.weight is not None:
+            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+        return normal.to(x.dtype)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Of one, two or three dimensions: whichever class this stands for."""

@@ -130,6 +130,7 @@ def fit_two_phases(
     transfer: Transfer,
     share: float = 0.5,
     folder: str | os.PathLike[str] | None = None,
+    on_epoch: Callable[[nn.Module, dict[str, float]], None] | None = None,
     **options: Any,
 ) -> xr.Dataset:
     """Trains the first network, hands its weights over, and trains the second: Li et al. 2021, section 4.
@@ -146,6 +147,7 @@ def fit_two_phases(
             `vitprobe.models.convolutional_vit.transfer_`.
         share: of the epochs that the first phase gets.
         folder: where both phases live, in folders of their own; `None` keeps nothing.
+        on_epoch: as in `fit`; the second phase's epochs count on from the first one's.
         options: further arguments of `fit`, for both phases.
 
     Returns:
@@ -156,11 +158,17 @@ def fit_two_phases(
     """
     recipes = split_recipe(recipe, share)
     folders = [None if folder is None else Path(folder) / phase for phase in (FIRST, SECOND)]
-    histories = [fit(first, data, recipes[0], folder=folders[0], **options)]
+    histories = [fit(first, data, recipes[0], folder=folders[0], on_epoch=on_epoch, **options)]
     second.to(device_of(first))
     transfer(second, first)
     measured = function_gap(first, second, data.loader("test", batch_size=recipe.batch_size, device=device_of(first)))
-    histories.append(fit(second, data, recipes[1], folder=folders[1], **options))
+
+    def count_on(model: nn.Module, row: dict[str, float]) -> None:
+        assert on_epoch is not None
+        on_epoch(model, row | {"epoch": row["epoch"] + recipes[0].epochs})
+
+    follow = None if on_epoch is None else count_on
+    histories.append(fit(second, data, recipes[1], folder=folders[1], on_epoch=follow, **options))
     phases = [phase for phase, one in zip((FIRST, SECOND), histories, strict=True) for _ in one.epoch]
     histories[1] = histories[1].assign_coords(epoch=histories[1].epoch + recipes[0].epochs)
     both = xr.concat(histories, "epoch", combine_attrs="drop_conflicts", data_vars="minimal", coords="minimal")
