@@ -69,6 +69,8 @@ class Measurements:
         if not files:
             raise ValueError(f"nothing is measured yet in {self.folder / name}.")
         parts = [load(file) for file in files]
-        # Layers are the same in all epochs, or these are no epochs of one training; what a unit is differs in two phases.
-        ds = xr.concat(parts, "epoch", join="exact", coords="different", compat="equals", combine_attrs="drop_conflicts")
+        # Layers are the same in all epochs, or these are none of one training; what a unit is differs in two phases.
+        ds = xr.concat(
+            parts, "epoch", join="exact", coords="different", compat="equals", combine_attrs="drop_conflicts"
+        )
         return ds.assign_attrs(history=parts[-1].attrs["history"])  # the call and time of the last

@@ -53,7 +53,7 @@ class Recipe:
             (ConvMixer on CIFAR).
         schedule_per: whether the rate changes at every `"step"` or `"epoch"` after the warm-up.
         min_lr: the learning rate that the schedule ends at.
-        augment: name of an augmentation of `vitprobe.data`.
+        augment: steps of `vitprobe.data.augmentation` joined by +, such as `"crop_flip+rand-m9-n2-mstd1.0+erase-0.25"`.
         repeats: each image comes this many times in a row, augmented differently, and an epoch sees that much fewer
             images (repeated augmentation, Hoffer et al. 2020).
         label_smoothing: this much of each target is spread evenly over all classes.
