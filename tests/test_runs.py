@@ -130,8 +130,29 @@ def test_a_folder_gives_its_network_back(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no trained network"):
         load_run(tmp_path)
     fit(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), result.data, run.recipe, folder=tmp_path)
-    with pytest.raises(ValueError, match=r"Sequential that was not made by create_model.*load_weights"):
+    with pytest.raises(ValueError, match=r"Sequential in .* cannot be made by create_model.*load_weights"):
         load_run(tmp_path)
+
+
+def test_keys_are_those_of_before_a_setting_came():
+    """Networks that are trained already stay what they are: a new setting at its default is not part of the key."""
+    old = {
+        "batch_size", "betas", "augment", "channels_last", "clip", "cutmix", "decay", "deterministic", "epochs",
+        "label_smoothing", "lr", "min_lr", "mix_probability", "mix_switch", "mixup", "momentum", "optimizer",
+        "precision", "schedule", "seed", "stochastic_depth", "warmup_epochs", "weight_decay",
+    }  # fmt: skip
+    assert set(RUN.config()["recipe"]) == old
+    assert set(replace(RUN, recipe=replace(RUN.recipe, accumulate=2)).config()["recipe"]) == old | {"accumulate"}
+
+
+def test_a_network_that_a_name_does_not_make_is_said(tmp_path):
+    result = trained(replace(RUN, recipe=replace(RUN.recipe, epochs=1)), cache=tmp_path)
+    file = result.folder / "run.json"
+    said = json.loads(file.read_text())
+    for created in (None, {"name": "gone"}, said["created"] | {"norm": "torch.nn.LayerNorm"}):
+        file.write_text(json.dumps(said | {"created": created}))
+        with pytest.raises(ValueError, match=r"ConvMixer in .* cannot be made by create_model.*load_weights"):
+            load_run(result.folder)
 
 
 def test_what_is_trained_is_listed(tmp_path):

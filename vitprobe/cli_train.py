@@ -5,7 +5,8 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from vitprobe.models import create_model
 from vitprobe.models.convolutional_vit import transfer_
 from vitprobe.names import unknown
 from vitprobe.probes import FEATURE_PROBES
+from vitprobe.ranks import Ranks
 from vitprobe.results import save
 from vitprobe.runs import load_run, take_over
 from vitprobe.training import Measurements, Recipe, fit, fit_two_phases, make_recipe
@@ -66,26 +68,33 @@ def train(
         teacher: folder of a trained run that teaches, where the recipe has distillation above 0.
         measure: probes of the first 500 test images while it trains, separated by commas, e.g.
             nonlocality,attention_gates; a netCDF file each, in the folder.
-        measure_every: after every so many epochs.
+        measure_every: after every so many epochs, and after the last.
         device: cpu, cuda or cuda:1; the GPU if there is one unless given.
         settings: the settings of the training.
     """
     if start is not None and first:
         raise ValueError("--start and --first both say where the network's weights come from: give one of them.")
-    images = load_data(data, root=data_root, download=download, train_size=train_size, test_size=test_size)
-    shape: dict[str, Any] = {
-        "image_size": images.image_size,
-        "channels": images.channels,
-        "num_classes": images.num_classes,
-    }
+    if measure_every < 1:
+        raise ValueError(f"--measure-every {measure_every}: give 1 or more.")
+    read = functools.partial(
+        load_data, data, root=data_root, download=download, train_size=train_size, test_size=test_size
+    )
     options = parse_options(option)
-    network = create_model(model, seed=settings.seed, **shape, **options)
     said: dict[str, Any] = {"recipe": recipe} if recipe else {}
     with _processes(device) as (group, device):
-        leads = group is None or group.rank() == 0
+        ranks = Ranks(group, device or "cpu")
+        ranks.from_first(lambda: read() and None)  # downloads, if need be, once
+        images = read()
+        shape: dict[str, Any] = {
+            "image_size": images.image_size,
+            "channels": images.channels,
+            "num_classes": images.num_classes,
+        }
+        network = create_model(model, seed=settings.seed, **shape, **options)
         if start is not None:
             said |= {"start": start.name, "hand_over": take_over(network, load_run(start), images)}
-        measurements = _measurements(measure, measure_every, images, folder) if measure else None
+        epochs = {*range(measure_every, settings.epochs, measure_every), settings.epochs}
+        measurements = _measurements(measure, epochs, images, folder) if measure else None
         training: dict[str, Any] = {
             "folder": folder,
             "device": device,
@@ -98,8 +107,8 @@ def train(
             history = fit_two_phases(one, network, images, settings, transfer=transfer_, **training)
         else:
             history = fit(network, images, settings, **training)
-    if not leads:
-        return
+        if not ranks.first:
+            return
     path = save(history.assign_attrs(said), folder / "history.nc")
     if measurements is not None:
         for name in measurements.measures:
@@ -121,17 +130,15 @@ def _processes(device: str | None) -> Iterator[tuple[Any, str | None]]:
     if on_gpu:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    # The others wait while the first one measures, or for a folder that somebody else works in.
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(hours=6))
     try:
         yield dist.group.WORLD, device
     finally:
         dist.destroy_process_group()
 
 
-def _measurements(names: str, every: int, images: ImageData, folder: Path) -> Measurements:
-    if every < 1:
-        raise ValueError(f"--measure-every {every}: give 1 or more.")
-
+def _measurements(names: str, epochs: Collection[int], images: ImageData, folder: Path) -> Measurements:
     def measure(probe: Any) -> Callable[[nn.Module], xr.Dataset]:
         def run(network: nn.Module) -> xr.Dataset:
             some = itertools.islice(images.loader("test", batch_size=100), 5)
@@ -144,7 +151,7 @@ def _measurements(names: str, every: int, images: ImageData, folder: Path) -> Me
         if name not in FEATURE_PROBES:
             raise unknown("probe", name, FEATURE_PROBES)
         measures[name] = measure(FEATURE_PROBES[name]())
-    return Measurements(measures, folder, epochs=range(0, 10**9, every))
+    return Measurements(measures, folder, epochs=epochs)
 
 
 def train_by(arguments: Sequence[str]) -> Callable[..., None]:

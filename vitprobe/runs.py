@@ -21,9 +21,11 @@ from vitprobe.models.convolutional_vit import transfer_
 from vitprobe.names import unknown
 from vitprobe.results import cache_folder, config_hash, plain_name, to_json
 from vitprobe.training import Recipe, fit, function_gap, load_snapshot, load_weights
-from vitprobe.training.checkpoint import CURRENT
+from vitprobe.training.checkpoint import CURRENT, read_json
 from vitprobe.training.folder import in_use
+from vitprobe.training.two_phase import SECOND
 
+_SAID = ("recipe.json", "run.json", "progress.json")
 INITIALISERS = [name for name in initializers.__all__ if name.endswith("_") and name != "convolution_"]
 
 
@@ -73,7 +75,7 @@ class Run:
             "model": self.model,
             "options": dict(self.options),
             "data": load(self.data).config(),
-            "recipe": self.recipe.config(),
+            "recipe": self.recipe.key(),
         }
         # A list, because their order counts; left out where there are none, as in runs from before there were any.
         listed = [[name, dict(options)] for name, options in self.initialisers.items()]
@@ -226,17 +228,21 @@ def load_run(folder: str | os.PathLike[str], epoch: int | None = None) -> nn.Mod
         FileNotFoundError: if the folder holds no run, or no weights of that epoch.
         ValueError: if the network was made in another way.
     """
-    run, weights = _json(Path(folder) / "run.json"), Path(folder) / CURRENT
+    if not (Path(folder) / "run.json").exists() and (Path(folder) / SECOND / "run.json").exists():
+        folder = Path(folder) / SECOND  # of two phases
+    run, weights = read_json(Path(folder) / "run.json"), Path(folder) / CURRENT
     if not run or (epoch is None and not weights.exists()):
         raise FileNotFoundError(
-            f"{folder} holds no trained network (run.json and {CURRENT}): give the folder of a training."
+            f"{folder} holds no trained network (run.json and {CURRENT}): give the folder of a training, or build the"
+            " network and call load_weights(model, FILE)."
         )
-    if run["created"] is None:
+    try:
+        model = create_model(**run["created"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{folder} holds a {run['model_class']} that was not made by create_model: build it as it was then, and"
-            f" give it to load_weights(model, {str(weights)!r})."
-        )
-    model = create_model(**run["created"])
+            f"the {run.get('model_class', 'network')} in {folder} cannot be made by create_model: build it as it was"
+            f" then, and give it to load_weights(model, {str(weights)!r})."
+        ) from error
     if epoch is None:
         load_weights(model, weights)
     else:
@@ -244,7 +250,7 @@ def load_run(folder: str | os.PathLike[str], epoch: int | None = None) -> nn.Mod
     return model.eval()
 
 
-def list_runs(folder: Path | None = None) -> pd.DataFrame:
+def list_runs(folder: str | os.PathLike[str] | None = None) -> pd.DataFrame:
     """The trained and unfinished runs below a folder, one row each.
 
     Args:
@@ -255,18 +261,25 @@ def list_runs(folder: Path | None = None) -> pd.DataFrame:
         `state` (finished, running or stopped), `where` (host and device), `changed` (UTC) and `folder`; the last
         changed first.
     """
-    root = cache_folder() if folder is None else folder
+    root = cache_folder() if folder is None else Path(folder)
     rows = [_listed(path.parent, root) for path in root.glob("**/recipe.json")]
     columns = ["model", "data", "seed", "epoch", "epochs", "test_accuracy", "state", "where", "changed", "folder"]
     table = pd.DataFrame(rows, columns=columns)
     return table.sort_values("changed", ascending=False, ignore_index=True)
 
 
+def _changed(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # never there, or just being replaced
+        return 0.0
+
+
 def _listed(path: Path, root: Path) -> dict[str, Any]:
-    recipe, run, progress = (_json(path / f"{name}.json") for name in ("recipe", "run", "progress"))
+    recipe, run, progress = (read_json(path / f"{name}.json") for name in ("recipe", "run", "progress"))
     epoch = progress.get("epoch", 0)
     user = in_use(path)
-    newest = max(file.stat().st_mtime for file in path.iterdir())
+    newest = max(_changed(path / name) for name in (CURRENT, *_SAID))
     return {
         "model": (run.get("created") or {}).get("name") or run.get("model_class", ""),
         "data": run.get("data_name", ""),
@@ -279,14 +292,6 @@ def _listed(path: Path, root: Path) -> dict[str, Any]:
         "changed": pd.Timestamp(newest, unit="s").floor("s"),
         "folder": str(path.relative_to(root)),
     }
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content
 
 
 @lru_cache(maxsize=4)

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny import StopError, make_data, numbers, same_weights, stop_after, tiny
@@ -225,6 +226,30 @@ def test_another_network_in_a_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"another network: network\.initialisation"):
         fit(written, data, recipe, folder=tmp_path)
     assert json.loads((tmp_path / "run.json").read_text())["created"]["heads"] == 2
+
+
+def test_a_wrapped_or_compiled_network_goes_on(tmp_path):
+    with pytest.raises(StopError):
+        fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=stop_after(1))
+    whole, wrapped = tiny(), torch.nn.DataParallel(tiny(seed=5))
+    fit(whole, make_data(), RECIPE)
+    fit(wrapped, make_data(), RECIPE, folder=tmp_path)
+    assert same_weights(whole, wrapped.module)
+
+
+def test_buffers_may_be_infinite_and_networks_have_attributes(tmp_path):
+    """A mask of -inf is no spoiled weight, and an attribute of somebody else's is not ours."""
+    model = tiny()
+    model.register_buffer("mask", torch.full((2,), float("-inf")))
+    model.created = object()
+    fit(model, make_data(), Recipe(epochs=1, batch_size=16), folder=tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text())["created"] is None
+
+
+def test_what_is_no_recipe_and_whole_numbers_of_other_kinds():
+    with pytest.raises(TypeError, match=r"make_recipe\('park_kim_weak'\)"):
+        fit(tiny(), make_data(), "park_kim_weak")
+    assert Recipe(epochs=np.int64(3)).config()["epochs"] == 3
 
 
 def test_a_line_per_epoch_where_there_is_no_terminal(tmp_path, capsys):

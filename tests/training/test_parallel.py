@@ -1,5 +1,6 @@
 """A training in two processes, against one process with the same batches; gradients in parts, against whole ones."""
 
+import copy
 import json
 import os
 import subprocess
@@ -98,6 +99,54 @@ def spoiled(rank):
 
     model.register_forward_pre_hook(spoil)
     fit(model, data(), BASE, group=dist.group.WORLD, progress=False)
+
+
+def copied(rank):
+    """A callback that copies the network, as averages over epochs do, and calls it, on one process only."""
+    outputs = []
+
+    def copy_and_call(model, row):
+        outputs.append(copy.deepcopy(model)(torch.zeros(2, 1, 8, 8)).shape)
+
+    recipe = replace(BASE, epochs=1)
+    fit(network("convmixer_nano"), data(), recipe, group=dist.group.WORLD, on_epoch=copy_and_call, progress=False)
+    return outputs
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 10), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.used(x.flatten(1))
+
+
+def unused(rank):
+    fit(Unused(), data(), BASE, group=dist.group.WORLD, progress=False)
+
+
+def again_failing(rank):
+    """The callback of a finished epoch fails when the training is taken up again."""
+
+    def fail(model, row):
+        raise LookupError("still no such thing")
+
+    folder = Path(sys.argv[2]) / "failing"
+    for _ in range(2):
+        try:
+            fit(
+                network("vit_nano"),
+                data(),
+                replace(BASE, epochs=1),
+                folder=folder,
+                group=dist.group.WORLD,
+                on_epoch=fail,
+                progress=False,
+            )
+        except Exception as error:
+            found = error
+    raise found
 
 
 def failing_callback(rank):
@@ -215,6 +264,23 @@ def test_an_error_in_one_process_ends_both(two):
         raised(two[1]["failing_callback"])
 
 
+def test_a_callback_that_fails_again_ends_both(two):
+    with pytest.raises(LookupError, match="still no such thing"):
+        raised(two[0]["again_failing"])
+    with pytest.raises(RuntimeError, match="rank 0: LookupError: still no such thing"):
+        raised(two[1]["again_failing"])
+
+
+def test_a_callback_may_copy_and_call_the_network(two):
+    assert raised(two[0]["copied"]) == [(2, 10)] and raised(two[1]["copied"]) == []
+
+
+def test_parameters_without_a_gradient_are_said(two):
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match=r"freeze them .*or train in one process"):
+            raised(two[rank]["unused"])
+
+
 def test_evaluation_is_over_all_images(two):
     expected = evaluate(network("vit_nano"), data().loader("test", batch_size=10))
     for rank in (0, 1):
@@ -288,6 +354,9 @@ if __name__ == "__main__":
         "refused": refused,
         "spoiled": spoiled,
         "failing_callback": failing_callback,
+        "again_failing": again_failing,
+        "copied": copied,
+        "unused": unused,
         "too_small": too_small,
         "evaluated": evaluated,
         "statistics": statistics,

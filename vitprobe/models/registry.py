@@ -130,8 +130,8 @@ def create_model(
         **options: the constructor's own arguments.
 
     Returns:
-        The network, in training mode. Its attribute `created` holds these arguments, so that the folder of a training
-        can say what network its weights are of.
+        The network, in training mode. Its attribute `vitprobe_created` holds these arguments, so that the folder of a
+        training can say what network its weights are of.
 
     Raises:
         TypeError: if the constructor does not take an option.
@@ -146,7 +146,7 @@ def create_model(
     size = as_pair(_image_size(name) if image_size is None else image_size)
     arguments = dict(image_size=size, channels=channels, num_classes=num_classes, **options)
     model = _seeded(constructor, arguments, seed)
-    model.created = {"name": name, **arguments}  # type: ignore[assignment]
+    model.vitprobe_created = {"name": name, **arguments}  # type: ignore[assignment]
     return model
 
 

@@ -211,6 +211,15 @@ def require_same(folder: Path, saved: Mapping[str, Any], asked: Mapping[str, Any
         )
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds an object; empty if there is none that can be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file whole or not at all."""
     text = json.dumps(content, indent=1)

@@ -1,5 +1,6 @@
 """Loss and accuracy of a model on batches."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ class Evaluation:
 
     Attributes:
         nll: mean negative log-likelihood of the label [nats].
-        nll_se: its standard error over images [nats].
+        nll_se: its standard error over images [nats]; nan of one image.
         accuracy: share of images whose largest output is the label's.
         accuracy_se: its (binomial) standard error over images.
         images: how many images there were.
@@ -73,7 +74,7 @@ def evaluate(
     nll, square, accuracy = (totals[:3] / count).tolist()
     return Evaluation(
         nll=nll,
-        nll_se=(max(square - nll**2, 0.0) / max(count - 1, 1)) ** 0.5,
+        nll_se=(max(square - nll**2, 0.0) / (count - 1)) ** 0.5 if count > 1 else math.nan,
         accuracy=accuracy,
         accuracy_se=(accuracy * (1 - accuracy) / count) ** 0.5,
         images=count,

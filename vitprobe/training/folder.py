@@ -11,6 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 LOCK, OWNER = "lock", "owner.json"
+PATIENCE = 1.0  # seconds: who only looks whether a folder is in use has it for a moment
 
 
 class FolderBusyError(RuntimeError):
@@ -31,7 +32,7 @@ def only_one(folder: Path, *, wait: bool = False) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, thread_local=False)
     try:
-        lock.acquire(timeout=-1 if wait else 0)
+        lock.acquire(timeout=-1 if wait else PATIENCE)
     except Timeout:
         raise FolderBusyError(
             f"{folder} is in use by {_owner(folder)}: wait until it is done, or give another folder."

@@ -18,7 +18,7 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vitprobe.calling import described, evaluation_mode, logits_of
+from vitprobe.calling import described, evaluation_mode, logits_of, unwrap
 from vitprobe.data.images import local_part
 from vitprobe.ranks import Group, Ranks
 from vitprobe.results import provenance, to_json
@@ -27,18 +27,19 @@ from vitprobe.training.checkpoint import (
     load_checkpoint,
     load_weights,
     plain_names,
+    read_json,
     remove_snapshots,
     require_same,
     save_checkpoint,
     save_snapshot,
     write_json,
 )
-from vitprobe.training.distillation import Teacher
+from vitprobe.training.distillation import Teacher, two_outputs
 from vitprobe.training.evaluation import evaluate
 from vitprobe.training.folder import only_one
 from vitprobe.training.mixing import mix_batch, soft_targets
 from vitprobe.training.optimizer import make_optimizer
-from vitprobe.training.parallel import gradients_stay, in_parallel, same_statistics
+from vitprobe.training.parallel import gradients_stay, in_parallel, no_unused, same_statistics
 from vitprobe.training.recipe import Recipe
 from vitprobe.training.schedule import learning_rate
 from vitprobe.training.switches import deterministic, flags, own_random_state, set_stochastic_depth
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from vitprobe.data import ImageData
 
 Row = dict[str, float]  # one epoch of the history
+_STATISTICS = ("running_mean", "running_var")  # the buffers that a training changes; others may hold what they like
 
 HISTORY = {
     "train_loss": ("mean cross-entropy with the mixed and smoothed targets while training", "nats"),
@@ -87,18 +89,19 @@ def fit(
 
     Args:
         model: any module from `(batch, channel, height, width)` to `(batch, class)`. One that gives two such outputs
-            while it trains is distilled by the second (DeiT's distillation token).
+            while it trains is distilled by the second (DeiT's distillation token; timm's are told to).
         data: the images, from `vitprobe.load_data`.
         recipe: the settings.
         teacher: whose decisions on the same augmented and mixed images are learned too, if `recipe.distillation` is
             above 0. It stays in evaluation mode, and is moved to the device.
         folder: where the run lives; `None` keeps nothing.
-        on_epoch: called after each epoch is saved, with the model and the row (which has `epoch`, from 1), and once
-            more for an epoch whose call did not come to its end before an interruption.
+        on_epoch: called after each epoch is saved, with the model in evaluation mode and the row (which has `epoch`,
+            from 1), and once more for an epoch whose call did not come to its end before an interruption.
         device: where to train; `None` is the GPU if there is one, else where the model is.
         group: processes of `torch.distributed` that train together, each calling this with the same arguments and
             an equal model: each takes its part of every batch. Without dropout and stochastic depth, whose draws
-            differ, the result is that of one process but for rounding. Only the first writes and calls `on_epoch`.
+            differ, the result is that of one process but for rounding. Only the first writes and calls `on_epoch`,
+            and the others wait for it: give the group a timeout that is longer than that takes.
         when_busy: what to do if another process works in the folder.
         progress: whether a terminal shows a bar, and anything else gets a line per epoch.
 
@@ -128,20 +131,19 @@ def fit(
             ranks.from_first(lambda: stack.enter_context(only_one(Path(folder), wait=when_busy == "wait")))
         if teacher is not None:
             stack.enter_context(evaluation_mode(teacher))
-        stack.enter_context(same_statistics(model, ranks))
+        if recipe.distillation:
+            stack.enter_context(two_outputs(model))
         stack.enter_context(deterministic(recipe.deterministic))
         run = _Run(model, data, recipe, where, ranks, teacher)
         if folder is not None:
             run.restore(ranks.from_first(lambda: run.saved(Path(folder))))
-        if path is not None:
-            write_json(path / "recipe.json", recipe.config())
-            write_json(path / "run.json", run.network | {"data_name": data.name, "data": run.data_config})
-            if not run.history:
-                remove_snapshots(path)  # of another start, of which nothing else was saved
-                run.keep_snapshot(path)
-            if run.history and not _told(path, len(run.history)):
-                _tell(path, run, on_epoch)
-        stack.enter_context(_sentence_on_interrupt(run, path))
+        with ranks.together():  # what fails in the first process must not leave the others waiting
+            if path is not None:
+                _begin(path, run)
+                if run.history and not _told(path, len(run.history)):
+                    _tell(path, run, on_epoch)
+        if ranks.first:
+            stack.enter_context(_sentence_on_interrupt(run, path))
         bar = stack.enter_context(
             tqdm(
                 total=recipe.epochs * run.steps_per_epoch,
@@ -152,8 +154,9 @@ def fit(
             )
         )
         for epoch in range(len(run.history) + 1, recipe.epochs + 1):
-            row = run.epoch(epoch, bar)
-            with ranks.together():  # what fails in the first process must not leave the others waiting
+            with same_statistics(model, ranks):
+                row = run.epoch(epoch, bar)
+            with ranks.together():
                 if path is not None:
                     _save(path, run)
                 if ranks.first:
@@ -166,6 +169,10 @@ def fit(
 
 def _check(model: nn.Module, recipe: Recipe, teacher: nn.Module | None, folder: str | os.PathLike[str] | None) -> None:
     """Refuses what does not fit together, before anything is touched."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is {recipe!r}: give a Recipe(...), or one by name, make_recipe('park_kim_weak').")
+    if teacher is model:
+        raise ValueError("the model is its own teacher: give a copy.deepcopy of it, or another network.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no trainable parameter: call model.requires_grad_(True).")
     if recipe.distillation and teacher is None:
@@ -180,6 +187,20 @@ def _check(model: nn.Module, recipe: Recipe, teacher: nn.Module | None, folder: 
             f"the recipe keeps snapshots of epochs {', '.join(map(str, recipe.snapshots))}: give folder= to keep them"
             " in, or snapshots=()."
         )
+
+
+def _begin(path: Path, run: "_Run") -> None:
+    """Says in the folder what it holds."""
+    said = {
+        "recipe.json": run.recipe.config(),
+        "run.json": run.network | {"data_name": run.data.name, "data": run.data_config},
+    }
+    if not run.history:
+        if any(read_json(path / name) not in ({}, content) for name, content in said.items()):
+            remove_snapshots(path)  # of another training, of which nothing else was saved
+        run.keep_snapshot(path)
+    for name, content in said.items():
+        write_json(path / name, content)
 
 
 def _save(path: Path, run: "_Run") -> None:
@@ -198,16 +219,14 @@ def _save(path: Path, run: "_Run") -> None:
 
 def _told(path: Path, epoch: int) -> bool:
     """Whether `progress.json`, which is written last, is of this epoch."""
-    try:
-        told: bool = json.loads((path / "progress.json").read_text())["epoch"] >= epoch
-    except (OSError, ValueError, KeyError):
-        return False
+    told: bool = read_json(path / "progress.json").get("epoch", 0) >= epoch
     return told
 
 
 def _tell(path: Path | None, run: "_Run", on_epoch: Callable[[nn.Module, Row], None] | None) -> None:
     if on_epoch is not None:
-        on_epoch(run.model, dict(run.history[-1]))
+        with evaluation_mode(run.model):
+            on_epoch(run.model, dict(run.history[-1]))
     if path is not None:
         write_json(path / "progress.json", _progress(run))
 
@@ -257,8 +276,14 @@ class _Run:
         self.history: list[Row] = []
         # What a checkpoint gives back must compare equal: tuples become lists here, not there.
         self.data_config = json.loads(json.dumps(data.config()))
-        created = getattr(model, "created", None)  # by vitprobe.create_model, with these arguments
-        self.network = json.loads(to_json({"created": created, **described(model)}))
+        created = getattr(model, "vitprobe_created", None)  # by vitprobe.create_model, with these arguments
+        self.network = json.loads(to_json({"created": created, **described(unwrap(model))}))
+        # As many parts of a batch in every process, or what waits for the others would wait for ever.
+        shares = {
+            size: min(len(local_part(size, rank, ranks.count)) for rank in range(ranks.count))
+            for size in set(self.train.batch_sizes)
+        }
+        self.parts = {size: min(recipe.accumulate, share) for size, share in shares.items()}
 
     def state(self) -> dict[str, Any]:
         return {
@@ -317,7 +342,7 @@ class _Run:
                     self._require_finite(sums[-1][:1], epoch, number)
                 bar.update()
             self.optimizer.zero_grad()
-            # The only wait for the device in the epoch.
+            # Nothing waited for the device before this.
             totals = self.ranks.sum(torch.stack(sums).double()).cpu()
             seconds = time.perf_counter() - start
             self._require_finite(totals[:, 0], epoch)
@@ -347,9 +372,7 @@ class _Run:
         if recipe.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         self.optimizer.zero_grad()
-        # As many in every process, or what waits for the others would wait for ever.
-        shares = [len(local_part(batch_size, rank, self.ranks.count)) for rank in range(self.ranks.count)]
-        count = min(recipe.accumulate, *shares)
+        count = self.parts[batch_size]
         parts = list(zip(images.tensor_split(count), targets.tensor_split(count), strict=True))
         sums = torch.zeros(4, device=self.device)
         for number, (some, wanted) in enumerate(parts, start=1):
@@ -369,7 +392,9 @@ class _Run:
         """The sum over images that is minimised, and the sums that are told."""
         share = self.recipe.distillation
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16"):
-            output = self.forward(images)
+            with no_unused():
+                output = self.forward(images)
+            decisions = None if self.teacher is None else self.teacher.decisions(images)
         logits, distilled = _outputs(output)
         if logits.shape != targets.shape:
             raise ValueError(
@@ -380,9 +405,9 @@ class _Run:
         with torch.no_grad():
             hits = (logits.argmax(1) == targets.argmax(1)).sum()
             floor = torch.special.entr(targets).sum()
-        if self.teacher is None:
+        if decisions is None:
             return loss, torch.stack([loss.detach(), hits.float(), floor, torch.zeros_like(floor)])
-        taught = F.cross_entropy(distilled, self.teacher.decisions(images), reduction="sum")
+        taught = F.cross_entropy(distilled, decisions, reduction="sum")
         said = torch.stack([loss.detach(), hits.float(), floor, taught.detach()])
         return (1 - share) * loss + share * taught, said
 
@@ -399,16 +424,18 @@ class _Run:
 
     def _require_finite_weights(self, epoch: int) -> None:
         """The last step's loss is that before it."""
-        bad = [name for name, value in self.model.state_dict().items() if not value.isfinite().all()]
-        if bad:
+        trained: dict[str, Tensor] = dict(self.model.named_parameters())
+        trained |= {name: value for name, value in self.model.named_buffers() if name.endswith(_STATISTICS)}
+        finite = torch.stack([value.isfinite().all() for value in trained.values()]).tolist()
+        if not all(finite):
             raise FloatingPointError(
-                f"{bad[0]} is no longer finite after the last step of epoch {epoch}. The last good epoch is"
-                f" {epoch - 1}. Try a lower lr, a longer warmup_epochs, or clip=1.0."
+                f"{list(trained)[finite.index(False)]} is no longer finite after the last step of epoch {epoch}. The"
+                f" last good epoch is {epoch - 1}. Try a lower lr, a longer warmup_epochs, or clip=1.0."
             )
 
     def dataset(self) -> xr.Dataset:
         config = {"recipe": self.recipe.config(), "data": self.data_config, "flags": flags()}
-        said: dict[str, Any] = described(self.model)
+        said: dict[str, Any] = described(unwrap(self.model))
         if self.ranks.count > 1:
             said["ranks"] = self.ranks.count
         if self.teacher is not None:

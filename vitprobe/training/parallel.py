@@ -1,6 +1,7 @@
 """One training in several processes: whose gradients and batch statistics are those of all images."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,20 +31,49 @@ def gradients_stay(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
+def no_unused() -> Iterator[None]:
+    """Says what to do where processes wait for the gradient of a parameter that none is computed of."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "find_unused_parameters" not in str(error):
+            raise
+        raise ValueError(
+            "some parameters get no gradient, and several processes wait for it: freeze them"
+            " (parameter.requires_grad_(False)), or train in one process."
+        ) from error
+
+
+@contextlib.contextmanager
 def same_statistics(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     """Batch normalisation over the images of all processes, for the length of a `with`."""
-    norms = [] if ranks.group is None else [module for module in model.modules() if type(module) in _NORMS]
+    if ranks.group is None:
+        yield
+        return
+    norms = [module for module in model.modules() if type(module) in _NORMS]
+    others = {
+        type(module).__name__
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, (*_NORMS, nn.SyncBatchNorm))
+    } | {type(module).__name__ for module in model.modules() if isinstance(module, _NORMS) and module not in norms}
+    if others:
+        warnings.warn(
+            f"{', '.join(sorted(others))} normalise over the images of each process for itself: convert them first,"
+            " e.g. by timm.layers.convert_sync_batchnorm.",
+            stacklevel=2,
+        )
     kinds = [type(module) for module in norms]
+    # The group stands in the class: parameters, buffers, hooks and attributes of the modules stay what they are, and
+    # a copy of the model needs no copy of the group.
+    base = _SummedBatchNorm if ranks.device.type == "cpu" else nn.SyncBatchNorm
+    summed = type(base.__name__, (base,), {"process_group": ranks.group})
     try:
         for module in norms:
-            # The class alone: parameters, buffers, hooks and the model's own references stay what they are.
-            module.__class__ = _SummedBatchNorm if ranks.device.type == "cpu" else nn.SyncBatchNorm
-            module.__dict__["process_group"] = ranks.group
+            module.__class__ = summed
         yield
     finally:
         for module, kind in zip(norms, kinds, strict=True):
             module.__class__ = kind
-            del module.__dict__["process_group"]
 
 
 class _SummedBatchNorm(nn.BatchNorm2d):

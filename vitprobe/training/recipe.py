@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -24,6 +25,10 @@ _CHOICES = {
 _COUNTS = ("epochs", "batch_size", "accumulate", "repeats")
 _NOT_NEGATIVE = ("weight_decay", "warmup_epochs", "warmup_lr", "min_lr", "mixup", "cutmix", "eps")
 _PROBABILITIES = ("mix_probability", "mix_switch", "distillation")
+# Settings that came later: at their defaults they are left out of the key of a run, which stays what it was.
+_LATER = {
+    "accumulate", "eps", "warmup_lr", "warmup_per", "schedule_per", "repeats", "distillation", "compile", "snapshots",
+}  # fmt: skip
 _BELOW_ONE = ("momentum", "label_smoothing", "stochastic_depth")
 
 
@@ -116,8 +121,9 @@ class Recipe:
                 raise unknown(name, str(getattr(self, name)), get_args(choices))
         for name in (*_COUNTS, "seed"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not hasattr(value, "__index__") or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer, not {value!r}.")
+            object.__setattr__(self, name, operator.index(value))
         for name in _COUNTS:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in _NOT_NEGATIVE:
@@ -132,7 +138,7 @@ class Recipe:
         self._require("warmup_lr", self.warmup_lr <= self.lr, f"at most lr, {self.lr}")
         self._require("accumulate", self.accumulate <= self.batch_size, f"at most batch_size, {self.batch_size}")
         kept = all(isinstance(epoch, int) and 0 <= epoch <= self.epochs for epoch in self.snapshots)
-        self._require("snapshots", kept, f"whole epochs from 0 to {self.epochs}")
+        self._require("snapshots", kept, f"whole epochs from 0 to {self.epochs}, or none")
         self._require("warmup_epochs", self.warmup_epochs <= self.epochs, f"at most epochs, {self.epochs}")
         good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         self._require("betas", good, "two numbers, each at least 0 and below 1")
@@ -144,6 +150,11 @@ class Recipe:
     def config(self) -> dict[str, Any]:
         """All settings in plain JSON types; `Recipe(**recipe.config())` is the same recipe."""
         return dataclasses.asdict(self) | {"betas": list(self.betas), "snapshots": list(self.snapshots)}
+
+    def key(self) -> dict[str, Any]:
+        """What the trained weights depend on, in plain JSON types; the same for recipes from before a setting came."""
+        config, default = self.config(), Recipe().config()
+        return {name: value for name, value in config.items() if name not in _LATER or value != default[name]}
 
     def stretched(self, fraction: float) -> "Recipe":
         """The recipe for a part of the training images that sees as many images in all, at the same learning rates.
@@ -163,6 +174,6 @@ class Recipe:
         return dataclasses.replace(
             self,
             epochs=epochs,
-            warmup_epochs=self.warmup_epochs / fraction,
+            warmup_epochs=min(self.warmup_epochs / fraction, epochs),
             snapshots=tuple(min(round(epoch / fraction), epochs) for epoch in self.snapshots),
         )

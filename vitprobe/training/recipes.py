@@ -166,7 +166,7 @@ RECIPES |= {
 
 
 def make_recipe(name: str, **changes: Any) -> Recipe:
-    """The recipe of that name, with changes.
+    """The recipe of that name, with changes. With fewer epochs, snapshots of later ones are left out.
 
     Args:
         name: one of `list_recipes()`.
@@ -182,7 +182,10 @@ def make_recipe(name: str, **changes: Any) -> Recipe:
     for setting in changes:
         if setting not in known:
             raise TypeError(str(unknown("setting of a recipe", setting, known)))
-    return replace(RECIPES[name].recipe, **changes)
+    recipe = RECIPES[name].recipe
+    if "snapshots" not in changes and changes.get("epochs", recipe.epochs) < recipe.epochs:
+        changes["snapshots"] = tuple(epoch for epoch in recipe.snapshots if epoch <= changes["epochs"])
+    return replace(recipe, **changes)
 
 
 def list_recipes() -> list[str]:
