@@ -1,6 +1,7 @@
 """One training in several processes: whose gradients and batch statistics are those of all images."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
-from vitprobe.ranks import Ranks
+from vitprobe.ranks import Group, Ranks
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -63,10 +64,7 @@ def same_statistics(model: nn.Module, ranks: Ranks) -> Iterator[None]:
             stacklevel=2,
         )
     kinds = [type(module) for module in norms]
-    # The group stands in the class: parameters, buffers, hooks and attributes of the modules stay what they are, and
-    # a copy of the model needs no copy of the group.
-    base = _SummedBatchNorm if ranks.device.type == "cpu" else nn.SyncBatchNorm
-    summed = type(base.__name__, (base,), {"process_group": ranks.group})
+    summed = _summing(_SummedBatchNorm if ranks.device.type == "cpu" else nn.SyncBatchNorm, ranks.group)
     try:
         for module in norms:
             module.__class__ = summed
@@ -74,6 +72,16 @@ def same_statistics(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     finally:
         for module, kind in zip(norms, kinds, strict=True):
             module.__class__ = kind
+
+
+@functools.lru_cache(maxsize=4)
+def _summing(base: type[nn.Module], group: Group) -> type[nn.Module]:
+    """A class that the group stands in.
+
+    So parameters, buffers, hooks and attributes of a module that becomes one stay what they are, a copy of it needs no
+    copy of the group, and what was compiled for it serves again in the next epoch.
+    """
+    return type(base.__name__, (base,), {"process_group": group})
 
 
 class _SummedBatchNorm(nn.BatchNorm2d):
