@@ -17,25 +17,26 @@ NANO = ("resnet_nano", "convmixer_nano", "vit_nano", "convit_nano", "alternet_na
 MICRO = ("resnet_micro", "convmixer_micro", "vit_micro", "convit_micro", "alternet_micro")
 PAPER = ("preact_resnet50", "convmixer", "vit_ti", "convit_ti", "alternet50")
 
-# scale: models, data, seeds, recipe. One recipe for all families, as in the paper.
+# scale: models, data, seeds, recipe. One recipe for all families, as in the paper; its snapshots are those before the
+# training, after the warm-up, and after each third of what follows, as the paper's spectra are.
 SCALES: dict[str, tuple[Sequence[str], DataSpec, int, Recipe]] = {
     "smoke": (
         NANO,
         DataSpec(spec="digits", train_size=200, test_size=100),
         2,
-        Recipe(epochs=1, batch_size=50, warmup_epochs=0.5),
+        Recipe(epochs=1, batch_size=50, warmup_epochs=0.5, snapshots=(0, 1)),
     ),
     "quick": (
         NANO,
         DataSpec(spec="digits"),
         3,
-        Recipe(epochs=25, batch_size=32, lr=2e-3, augment="crop", channels_last=True),
+        Recipe(epochs=25, batch_size=32, lr=2e-3, augment="crop", channels_last=True, snapshots=(0, 1, 9, 17, 25)),
     ),
     "cpu": (
         MICRO,
         DataSpec(spec="cifar10", train_size=10_000, test_size=2_000),
         3,
-        Recipe(epochs=16, batch_size=64, lr=1e-3, augment="crop_flip", channels_last=True),
+        Recipe(epochs=16, batch_size=64, lr=1e-3, augment="crop_flip", channels_last=True, snapshots=(0, 1, 6, 11, 16)),
     ),
     "paper": (
         PAPER,
