@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitprobe import claims
-from vitprobe.claims import CLAIMS, Verdict, combine, decide
+from vitprobe.claims import CLAIMS, Claim, Judged, Verdict, combine, decide
 from vitprobe.intervals import bootstrap_interval, mean_interval
 
 CLAIM = CLAIMS["E14"]
@@ -212,11 +213,94 @@ def test_table():
     assert "0.583 [-0.365, 1.53], n = 3 seeds" in first
     assert "inconclusive (about" in first
     assert blank == ""
-    assert note == f"- E16, evidence against it: {CLAIMS['E16'].counter_evidence}"
+    assert note == f"- E16, against it: {CLAIMS['E16'].counter_evidence}"
+
+
+# --- the scorecard ---------------------------------------------------------------------------------------
+
+REGISTRY = {
+    name: Claim(name, paper, f"{name} holds", "a number", "above 0", "Fig. 1", against)
+    for name, paper, against in [("A1", "One", ""), ("A2", "One", "others differ"), ("B1", "Two", "")]
+}
+
+
+def found(*names: str, scale: str = "cpu", data: str = "one/a_cpu.nc", figure: str = "one/a_cpu.png") -> Judged:
+    claims_found = [replace(REGISTRY[name.partition(" ")[0]], id=name) for name in names]
+    return Judged("A", scale, data, figure, [decide(claim, [0.5, 1.0, 1.5], threshold=0) for claim in claims_found])
+
+
+def test_unmeasured_are_those_of_which_no_part_is_judged():
+    def left(*judged: Judged) -> list[str]:
+        return [claim.id for claim in claims.unmeasured(judged, REGISTRY.values())]
+
+    assert left() == ["A1", "A2", "B1"]
+    assert left(found("A2"), found("B1 msa vit")) == ["A1"]
+    # A claim of another paper with the same name is another claim.
+    of_two = decide(replace(REGISTRY["A1"], paper="Two"), [1.0, 2.0], threshold=0)
+    assert left(Judged("A", "cpu", "a.nc", "", [of_two])) == ["A1", "A2", "B1"]
+
+
+def test_scorecard_is_grouped_by_paper():
+    page = claims.scorecard([found("A1", "B1"), found("A1", data="one/b.nc", figure="")], REGISTRY)
+    assert [line for line in page.splitlines() if line.startswith("#")] == [
+        "# Verdicts on published claims",
+        "## One",
+        "### A (cpu scale, [one/a_cpu.nc](one/a_cpu.nc))",
+        "### A (cpu scale, [one/b.nc](one/b.nc))",
+        "### Not measured",
+        "## Two",
+        "### A (cpu scale, [one/a_cpu.nc](one/a_cpu.nc))",
+    ]
+    assert page.count("[Figure](one/a_cpu.png)") == 2 and page.count("[Figure]") == 2
+    assert "| A2 | A2 holds | a number | above 0 | not measured |" in page.splitlines()
+    assert "- A2, against it: others differ" in page.splitlines()
+    row = "| A1 | A1 holds | above 0 | 1 [-0.242, 2.24], n = 3 seeds | inconclusive (about 4 seeds would decide) |"
+    assert page.splitlines().count(row) == 2
+
+
+def test_scorecard_without_a_registry_has_only_what_is_judged():
+    page = claims.scorecard([found("A1")])
+    assert "## One" in page and "Two" not in page and "Not measured" not in page
+    assert "##" not in claims.scorecard([])
+
+
+def test_overview_is_in_the_order_of_the_claims():
+    awkward = replace(decide(CLAIM, [1.0], threshold=0), claim=replace(CLAIM, id="Z9", statement="word " * 50))
+    judged = [Judged("Z", "quick", "z_quick.nc", "", [awkward]), found("B1", "A1 part", "A1", scale="paper")]
+    head, *rows = claims.overview(judged, REGISTRY, width=120).splitlines()
+    assert [re.split(r"  +", row)[0] for row in rows] == ["A1 part", "A1", "A2", "B1", "Z9"]
+    assert re.split(r"  +", head) == [
+        "Claim", "Statement", "Published", "Ours [interval], n", "Scale", "Verdict", "Dataset",
+    ]  # fmt: skip
+    assert re.split(r"  +", rows[1]) == [
+        "A1", "A1 holds", "above 0", "1 [-0.242, 2.24], n = 3 seeds", "paper", "inconclusive", "one/a_cpu.nc",
+    ]  # fmt: skip
+    assert re.split(r"  +", rows[2]) == ["A2", "A2 holds", "above 0", "not measured"]
+    assert re.split(r"  +", rows[4])[1].endswith("word ...")
+    # Columns begin where their heads do.
+    assert {row.index("A1 holds") for row in rows[:2]} == {head.index("Statement")}
+    assert all(row[head.index("Verdict") :].startswith(("inconclusive", "not measured")) for row in rows)
+    assert claims.overview([], {}) == "  ".join(re.split(r"  +", head)) + "\n"
+
+
+@pytest.mark.parametrize("width", [140, 171, 300])
+def test_overview_keeps_to_the_width(width):
+    judged = [Judged("A", "cpu", "park_kim/fourier_cpu.nc", "", [decide(CLAIM, [0.5, 1.0], threshold=0)])]
+    assert max(map(len, claims.overview(judged, CLAIMS, width=width).splitlines())) <= width
+
+
+# --- the published claims --------------------------------------------------------------------------------
 
 
 def test_registry():
+    assert list(CLAIMS) == [f"E{number}" for number in range(1, 25)]
     assert {key: claim.id for key, claim in CLAIMS.items()} == {key: key for key in CLAIMS}
+    for claim in CLAIMS.values():
+        texts = [claim.statement, claim.statistic, claim.published, claim.source]
+        assert all(texts) and len(set(texts)) == 4
+        assert not any(text.endswith(".") for text in texts), claim.id  # a cell of a table
+        assert claim.counter_evidence.endswith(".") or not claim.counter_evidence
+    assert len({claim.statement for claim in CLAIMS.values()}) == len(CLAIMS)
     # The counter-evidence quotes the sign tests of the published counts.
     assert claims.sign_test([-1] * 9 + [1] * 3, "below")[1] == pytest.approx(0.07, abs=0.005)
     assert claims.sign_test([1] * 8 + [-1] * 4, "above")[1] == pytest.approx(0.19, abs=0.005)

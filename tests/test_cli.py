@@ -1,6 +1,7 @@
 """The command line: what it prints, writes and returns."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 import xarray as xr
 
 import vitprobe as vp
+from vitprobe import cli
+from vitprobe.claims import CLAIMS, decide, verdicts_to_json
 from vitprobe.cli import list_studies, main, studies_root
 
 
@@ -43,11 +46,14 @@ def test_a_reader_that_leaves_gets_no_traceback():
 
 def test_studies_are_those_of_the_folder():
     maps = [f"initial_maps/{name}" for name in ("filters", "gpsa", "impulse")]
-    assert list_studies() == [*maps, "park_kim/fourier", "park_kim/variance"]
+    assert {*maps, "park_kim/fourier", "park_kim/variance"} <= set(list_studies())
+    assert not {"initial_maps/drawn", "park_kim/families"} & set(list_studies())  # what studies share
     assert (studies_root() / "studies" / "park_kim" / "fourier.py").is_file()
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["list"], ["train"], ["runs"], ["probe"], ["show"], ["report"]])
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["list"], ["claims"], ["train"], ["runs"], ["probe"], ["show"], ["report"]]
+)
 def test_help(command, capsys):
     assert call(*command, "--help") == 0
     assert "--help" in capsys.readouterr().out
@@ -57,6 +63,8 @@ def test_help(command, capsys):
     ("arguments", "said"),
     [
         (["run", "park_kim/furier"], "Did you mean 'park_kim/fourier'"),
+        (["run", "park_kin"], "Did you mean 'park_kim'"),
+        (["claims", "gone"], "no folder gone"),
         (["run", "park_kim/fourier", "--data", "cifar11"], "cifar10"),
         (["run", "park_kim/fourier", "--data", "cifar10", "--data-root", "nowhere", "--no-download"], "nowhere"),
         (["probe", "vit_nanno", "-o", "x.nc"], "Did you mean 'vit_nano'"),
@@ -150,6 +158,101 @@ def test_probe_a_foreign_model_at_its_own_size(tmp_path):
     ds = xr.load_dataset("r.nc")
     assert (ds.attrs["image_height"], ds.attrs["batch_size"], ds.attrs["augment"]) == (64, 64, "none")
     assert ds.attrs["model"] == "torchvision:resnet18"
+
+
+@pytest.mark.parametrize(
+    ("errors", "code"),
+    [
+        ({}, 0),
+        ({"toys/a": RuntimeError("2 of 5 runs failed")}, 1),
+        ({"toys/a": ValueError("no such scale"), "toys/c": ValueError("no such scale")}, 2),
+        ({"toys/a": ValueError("no such scale"), "toys/b": RuntimeError("2 of 5 runs failed")}, 1),
+        ({"toys/b": KeyError("a slip in the study")}, 1),
+        ({"toys/b": AssertionError()}, 1),
+    ],
+)
+def test_all_studies_of_a_paper(errors, code, monkeypatch, capsys):
+    done = []
+
+    def study(name, settings):
+        done.append((name, settings.scale))
+        if name in errors:
+            raise errors[name]
+
+    monkeypatch.setattr(cli, "list_studies", lambda: ["toy/d", "toys/a", "toys/b", "toys/c"])
+    monkeypatch.setattr(cli, "find_study", lambda name: name)
+    monkeypatch.setattr(cli, "run_study", study)
+    assert call("run", "toys", "--scale", "smoke") == code
+    assert done == [("toys/a", "smoke"), ("toys/b", "smoke"), ("toys/c", "smoke")]
+    said = capsys.readouterr().err
+    assert (f"{len(errors)} of 3 did not finish" in said) == bool(errors)
+    for name, error in errors.items():
+        assert f"  {name}: {str(error) or type(error).__name__}\n" in said
+    # Where a user can do nothing, who wrote the study can.
+    assert ("Traceback" in said) == any(isinstance(error, KeyError | AssertionError) for error in errors.values())
+
+
+def test_ctrl_c_stops_all_studies_of_a_paper(monkeypatch):
+    done = []
+
+    def study(name, settings):
+        done.append(name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "list_studies", lambda: ["toys/a", "toys/b"])
+    monkeypatch.setattr(cli, "find_study", lambda name: name)
+    monkeypatch.setattr(cli, "run_study", study)
+    assert call("run", "toys") == 130
+    assert done == ["toys/a"]
+
+
+def judged(file: Path, name: str, scale: str, values: list[float]) -> None:
+    """A study's dataset with one verdict."""
+    from vitprobe.results import provenance, save
+
+    verdicts = verdicts_to_json([decide(CLAIMS[name], values, threshold=0)])
+    attributes = provenance(title=f"Toys of {name}", scale=scale, verdicts=verdicts)
+    save(xr.Dataset({"value": ((), values[0], {"long_name": "a value", "units": "1"})}, attrs=attributes), file)
+
+
+def test_claims_of_all_folders(tmp_path, capsys):
+    judged(tmp_path / "results" / "toys" / "a_cpu.nc", "E9", "cpu", [1.0, 1.5, 2.0])
+    judged(tmp_path / "results" / "toys" / "more" / "b_paper.nc", "E2", "paper", [-1.0, 1.5, 2.0])
+    judged(tmp_path / "results" / "toys" / "a_quick.nc", "E3", "quick", [-1.0, -1.1, -1.2])
+    (tmp_path / "results" / "toys" / "a_cpu.png").touch()
+    assert call("claims") == 0
+    _, *rows, path = capsys.readouterr().out.splitlines()
+    assert path == "results/claims.md"
+    row = {line.split(maxsplit=1)[0]: line for line in rows}
+    assert list(row) == list(CLAIMS)
+    assert "1.5 [0.258, 2.74], n = 3 seeds" in row["E9"] and "cpu    supported" in row["E9"]
+    assert row["E9"].endswith("toys/a_cpu.nc") and row["E2"].endswith("toys/more/b_paper.nc")
+    assert "quick  contradicted" in row["E3"] and row["E1"].endswith("not measured")
+
+    # Small scales are no evidence: what they alone judged is not measured there.
+    page = (tmp_path / "results" / "claims.md").read_text()
+    measured, missing = page.split("### Not measured")
+    assert "| **supported** |" in measured and "inconclusive" in measured and "contradicted" not in measured
+    assert [name for name in CLAIMS if f"\n| {name} |" in missing] == [
+        name for name in CLAIMS if name not in ("E2", "E9")
+    ]
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert sorted(links) == ["toys/a_cpu.nc", "toys/a_cpu.png", "toys/more/b_paper.nc"]
+    assert all((tmp_path / "results" / link).is_file() for link in links)
+
+    assert call("claims", "results/toys", "--scale", "quick") == 0
+    _, *rows, path = capsys.readouterr().out.splitlines()
+    assert path == "results/toys/claims_quick.md"
+    assert [line.split()[0] for line in rows if not line.endswith("not measured")] == ["E3"]
+    assert "[a_quick.nc](a_quick.nc)" in (tmp_path / path).read_text()
+    assert not (tmp_path / "results" / "toys" / "claims.md").exists()
+
+
+def test_claims_of_a_folder_without_verdicts(tmp_path, capsys):
+    assert call("claims", ".") == 0
+    _, *rows, path = capsys.readouterr().out.splitlines()
+    assert len(rows) == len(CLAIMS) and all(row.endswith("not measured") for row in rows)
+    assert (tmp_path / path).read_text().count("not measured") == len(CLAIMS)
 
 
 def test_a_study_of_ones_own(tmp_path, capsys):

@@ -7,40 +7,21 @@ images or batches, never heads, tokens or eigenvalues of one model. No torch her
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from vitprobe import claims_park_kim
 from vitprobe.intervals import finite_units, mean_interval, t_quantile
+from vitprobe.published import Claim
 
 Direction = Literal["above", "below"]
+CLAIMS: Mapping[str, Claim] = claims_park_kim.CLAIMS
 VERDICTS = ("supported", "contradicted", "inconclusive")
 _MOST_UNITS = 100_000  # beyond this an estimate of the units needed says no more than "never"
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """A published statement, in a form that a number can contradict.
-
-    Attributes:
-        id: its short name, e.g. `"E14"`.
-        paper: where it was published.
-        statement: what is claimed.
-        statistic: the number that decides, in words.
-        published: the value published, in words.
-        source: where in the paper, and how the value was read.
-        counter_evidence: what others, or the paper itself, found against it.
-    """
-
-    id: str
-    paper: str
-    statement: str
-    statistic: str
-    published: str
-    source: str
-    counter_evidence: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +55,25 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
             raise ValueError(f"verdict {self.verdict!r} is not one of {', '.join(VERDICTS)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """The verdicts that one dataset gave.
+
+    Attributes:
+        title: what its figure shows.
+        scale: at which it was measured.
+        data: the netCDF file, as a link.
+        figure: its drawing, as a link; empty if there is none.
+        verdicts: on published claims.
+    """
+
+    title: str
+    scale: str
+    data: str
+    figure: str
+    verdicts: Sequence[Verdict]
 
 
 def sign_test(changes: ArrayLike, direction: Direction) -> tuple[float, float]:
@@ -258,7 +258,7 @@ def verdicts_from_json(text: str) -> list[Verdict]:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """A Markdown table of claims beside what was measured, and below it the evidence of others against them.
+    """A Markdown table of claims beside what was measured, and below it what speaks against them.
 
     Args:
         verdicts: the verdicts, one a row.
@@ -266,7 +266,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     Returns:
         The text.
     """
-    rows = [("Claim", "Statement", "Published", "Ours [interval], n", "Verdict"), ("---",) * 5]
+    rows = [("Claim", "Statement", "Published", "Ours [interval], n", "Verdict")]
     for verdict in verdicts:
         claim = verdict.claim
         word = verdict.verdict if verdict.verdict == "inconclusive" else f"**{verdict.verdict}**"
@@ -274,10 +274,102 @@ def table(verdicts: Sequence[Verdict]) -> str:
             word += f" (about {verdict.needed} {verdict.unit}s would decide)"
         ours = verdict.detail if math.isnan(verdict.value) else _ours(verdict)
         rows.append((claim.id, claim.statement, claim.published, ours, word))
+    return _table(rows, [verdict.claim for verdict in verdicts])
+
+
+def scorecard(judged: Sequence[Judged], registry: Mapping[str, Claim] | None = None) -> str:
+    """A Markdown page of verdicts by paper and dataset.
+
+    Args:
+        judged: the verdicts of each dataset.
+        registry: claims by their ids; those that nothing has judged are listed as not measured.
+
+    Returns:
+        The text.
+    """
+    known = (registry or {}).values()
+    missing = unmeasured(judged, known)
+    verdicts = [verdict for one in judged for verdict in one.verdicts]
+    parts = [
+        "# Verdicts on published claims\n\nGenerated from the datasets named here; a verdict holds at the scale and "
+        "for the networks of its dataset.\n"
+    ]
+    for paper in dict.fromkeys(claim.paper for claim in [*known, *(verdict.claim for verdict in verdicts)]):
+        parts.append(f"## {paper}\n")
+        for one in judged:
+            if of_paper := [verdict for verdict in one.verdicts if verdict.claim.paper == paper]:
+                parts.append(f"### {one.title} ({one.scale} scale, [{one.data}]({one.data}))\n")
+                parts += [f"[Figure]({one.figure})\n"] if one.figure else []
+                parts.append(table(of_paper))
+        if left := [claim for claim in missing if claim.paper == paper]:
+            rows = [("Claim", "Statement", "Statistic", "Published", "Verdict")]
+            rows += [(claim.id, claim.statement, claim.statistic, claim.published, "not measured") for claim in left]
+            parts += ["### Not measured\n", _table(rows, left)]
+    return "\n".join(parts)
+
+
+def overview(judged: Sequence[Judged], registry: Mapping[str, Claim], *, width: int = 200) -> str:
+    """A table of verdicts for a terminal, a line each, in the order of the claims.
+
+    Args:
+        judged: the verdicts of each dataset.
+        registry: claims by their ids; those that nothing has judged are listed as not measured.
+        width: characters of a line; statements and published values are cut to what the other columns leave of it.
+
+    Returns:
+        The text.
+    """
+    measured = [
+        (verdict.claim, (_ours(verdict), one.scale, verdict.verdict, one.data))
+        for one in judged
+        for verdict in one.verdicts
+    ]
+    missing = [(claim, ("", "", "not measured", "")) for claim in unmeasured(judged, registry.values())]
+    order = {_whole(claim): place for place, claim in enumerate(registry.values())}
+    found = sorted(measured + missing, key=lambda row: order.get(_whole(row[0]), len(order)))
+    rows = [("Claim", "Statement", "Published", "Ours [interval], n", "Scale", "Verdict", "Dataset")]
+    rows += [(claim.id, claim.statement, claim.published, *rest) for claim, rest in found]
+    name, _, _, *others = _widths(rows)
+    room = max(24, (width - name - sum(others) - 2 * len(others)) // 2 - 2)
+    rows = [(row[0], _short(row[1], room), _short(row[2], room), *row[3:]) for row in rows]
+    widths = _widths(rows)
+    return "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
+
+
+def unmeasured(judged: Iterable[Judged], known: Iterable[Claim]) -> list[Claim]:
+    """The claims on which there is no verdict, nor on a part of them.
+
+    Args:
+        judged: the verdicts of each dataset.
+        known: claims.
+
+    Returns:
+        Those of the known.
+    """
+    seen = {_whole(verdict.claim) for one in judged for verdict in one.verdicts}
+    return [claim for claim in known if _whole(claim) not in seen]
+
+
+def _whole(claim: Claim) -> tuple[str, str]:
+    """What a claim, or a part of it such as "E14 msa vit_micro", belongs to."""
+    return claim.paper, claim.id.partition(" ")[0]
+
+
+def _table(rows: Sequence[Sequence[str]], claims: Iterable[Claim]) -> str:
+    """A Markdown table whose first row is its head, and what speaks against the claims."""
     lines = [f"| {' | '.join(_cell(text) for text in row)} |" for row in rows]
-    against = {verdict.claim.id: verdict.claim.counter_evidence for verdict in verdicts}
-    notes = [f"- {name}, evidence against it: {text}" for name, text in against.items() if text]
+    lines.insert(1, f"| {' | '.join('---' for _ in rows[0])} |")
+    against = {claim.id: claim.counter_evidence for claim in claims}
+    notes = [f"- {name}, against it: {text}" for name, text in against.items() if text]
     return "\n".join(lines + ([""] if notes else []) + notes) + "\n"
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _short(text: str, width: int) -> str:
+    return textwrap.shorten(text, width, placeholder=" ...", break_on_hyphens=False)
 
 
 def _ours(verdict: Verdict) -> str:
@@ -290,57 +382,3 @@ def _ours(verdict: Verdict) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
-
-
-# --- the published claims --------------------------------------------------------------------------------
-
-_PARK_KIM = "Park & Kim, How Do Vision Transformers Work?, ICLR 2022 (arXiv:2202.06709)"
-
-CLAIMS: Mapping[str, Claim] = {
-    claim.id: claim
-    for claim in [
-        Claim(
-            id="E14",
-            paper=_PARK_KIM,
-            statement=(
-                "Self-attention is a low-pass filter, MLPs and convolutions are high-pass filters, except"
-                " in the first blocks"
-            ),
-            statistic=(
-                "change of the relative log amplitude at the highest frequency from the unit before: "
-                "share of attention units where it falls, share of MLP and convolution units where it "
-                "rises, by sign test"
-            ),
-            published="ViT-Ti, ImageNet: falls in 9 of 12 attention units, rises in 8 of 12 MLP units",
-            source="Fig. 8; the 25 points were read from the vector plot of the authors' poster",
-            counter_evidence=(
-                "By the published points themselves neither share passes a sign test (one-sided p = 0.07 "
-                "and 0.19), and the two largest changes by attention are rises, in blocks 2 and 3. They "
-                "are one trained model, and its last sample is 0.857 pi, not pi. Users found the "
-                "convolutions that end a stage of ConvNeXt to be low-pass, so the convolutional half "
-                "depends on the architecture."
-            ),
-        ),
-        Claim(
-            id="E16",
-            paper=_PARK_KIM,
-            statement=("Self-attention lowers the variance of feature maps, MLPs and convolutions raise it"),
-            statistic=(
-                "change of the variance over positions from the unit before: share of attention units "
-                "where it falls, share of MLP and convolution units where it rises (subsampling left "
-                "out), by sign test"
-            ),
-            published=(
-                "CIFAR-100: ViT-Ti falls in 12 of 12 attention units, rises in 8 of 12 MLP units; "
-                "ResNet-50 rises in 12 of 13 convolution units"
-            ),
-            source="Fig. 9; the points were read from the vector plot of the authors' poster",
-            counter_evidence=(
-                "In the published ViT the MLPs of blocks 8 to 11 lower the variance, and the end of "
-                "Swin's third stage is an exception by the authors' own account. The variance is not "
-                "normalised, so it also follows the growing scale of the residual stream; look at the "
-                "normalised one beside it. One trained model each."
-            ),
-        ),
-    ]
-}

@@ -1,10 +1,12 @@
-"""The command line: `vitprobe run | list | train | runs | probe | show | report`."""
+"""The command line: `vitprobe run | list | claims | train | runs | probe | show | report`."""
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +16,9 @@ import tyro
 import xarray as xr
 from tyro.conf import OmitArgPrefixes, Positional, UseCounterAction, arg
 
+from vitprobe.claims import CLAIMS, overview
 from vitprobe.names import unknown
-from vitprobe.study import Settings, exit_code, run_study
+from vitprobe.study import Scale, Settings, exit_code, find_verdicts, one_after_the_other, run_study, write_claims
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,20 +59,29 @@ def find_study(name: str) -> Any:
             sys.path.insert(0, str(studies_root()))
         module = importlib.import_module("studies." + name.replace("/", "."))
     else:
-        raise unknown("study", name, known)
+        papers = {study.partition("/")[0] for study in known}
+        raise unknown("study", name, [*known, *papers])
     if not hasattr(module, "STUDY"):
         raise ValueError(f"{name} defines no STUDY: end it with STUDY = vitprobe.study.Study(...).")
     return module.STUDY
 
 
 def run(study: Annotated[Positional[str], arg(metavar="STUDY")], settings: OmitArgPrefixes[Settings]) -> None:
-    """Run a study: train what is missing, measure, save netCDF, draw, judge.
+    """Run a study, or all of a paper: train what is missing, measure, save netCDF, draw, judge.
 
     Args:
-        study: paper/figure, e.g. park_kim/fourier; or a script of your own that defines STUDY.
+        study: paper/figure, e.g. park_kim/fourier; paper, e.g. park_kim, for all of its studies, one after the other;
+            or a script of your own that defines STUDY.
         settings: how big, on what and where.
     """
-    run_study(find_study(study), settings)
+    if of_paper := [name for name in list_studies() if name.startswith(f"{study}/")]:
+        one_after_the_other({name: functools.partial(_run_named, name, settings) for name in of_paper})
+    else:
+        _run_named(study, settings)
+
+
+def _run_named(name: str, settings: Settings) -> None:
+    run_study(find_study(name), settings)
 
 
 def list_all(
@@ -110,6 +122,23 @@ def list_all(
         print(f"{gap}data (--data)")
         for name in DATA_NAMES:
             print(f"  {name}")
+
+
+def claims(
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = Path("results"),
+    scale: Scale | None = None,
+) -> None:
+    """Show what studies found of the published claims, and write it to claims.md.
+
+    Args:
+        folder: results of studies, at any depth; claims.md goes here, with the verdicts of the cpu and paper scales,
+            which alone are evidence.
+        scale: show the verdicts of this scale only; those of a small one are written too, as claims_quick.md.
+    """
+    judged = find_verdicts(folder, deep=True)
+    shown = [one for one in judged if scale in (None, one.scale)]
+    print(overview(shown, CLAIMS, width=shutil.get_terminal_size((200, 24)).columns), end="")
+    print(write_claims(folder, scale or "cpu", judged=judged, registry=CLAIMS))
 
 
 def _list_models(costs: bool) -> None:
@@ -407,6 +436,7 @@ def _train_without_flags() -> None:
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run,
     "list": list_all,
+    "claims": claims,
     "train": _train_without_flags,
     "runs": runs,
     "probe": probe,

@@ -20,12 +20,13 @@ import xarray as xr
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from vitprobe.claims import Verdict, table, verdicts_from_json, verdicts_to_json
+from vitprobe.claims import Claim, Judged, Verdict, scorecard, verdicts_from_json, verdicts_to_json
 from vitprobe.executors import Task, Tasks, one_at_a_time, open_executor, wrap
 from vitprobe.figures import save_figure
 from vitprobe.results import cache_folder, config_hash, load, plain_name, save, stack_runs
 
 Scale = Literal["smoke", "quick", "cpu", "paper"]
+_BAD_INPUT = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)  # what a user can mend
 
 
 @dataclass(frozen=True)
@@ -156,14 +157,81 @@ def run_study(study: Study, settings: Settings, *, executor: Any = None) -> Path
     return path
 
 
-def write_claims(folder: Path, scale: Scale) -> Path:
-    """Write the verdicts stored in the netCDF files of a folder as a Markdown table.
+def one_after_the_other(actions: Mapping[str, Callable[[], Any]]) -> None:
+    """Do several things, also after some of them fail, and say at the end which did.
+
+    Args:
+        actions: what to do, by its name.
+
+    Raises:
+        RuntimeError: if some failed, for a reason that is not only what they were given.
+        ValueError: if those that failed did so for what they were given.
+    """
+    errors: dict[str, Exception] = {}
+    for name, action in actions.items():
+        try:
+            action()
+        except BrokenPipeError:  # nobody reads what the others would print
+            raise
+        except Exception as error:
+            if not isinstance(error, (*_BAD_INPUT, RuntimeError)):
+                traceback.print_exc()
+            errors[name] = error
+    if errors:
+        lines = [f"  {name}: {str(error) or type(error).__name__}" for name, error in errors.items()]
+        text = "\n".join([f"{len(errors)} of {len(actions)} did not finish:", *lines])
+        bad_input = all(isinstance(error, _BAD_INPUT) for error in errors.values())
+        raise ValueError(text) if bad_input else RuntimeError(text)
+
+
+def find_verdicts(folder: Path, *, deep: bool = False) -> list[Judged]:
+    """The verdicts stored in the netCDF files of a folder.
+
+    Args:
+        folder: of results.
+        deep: look into its folders too, at any depth.
+
+    Returns:
+        Those of each file that has some; links are relative to the folder.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}; run a study first, or name the folder of its results")
+    found = []
+    for file in sorted(folder.rglob("*.nc") if deep else folder.glob("*.nc")):
+        attributes = load(file).attrs
+        if attributes.get("verdicts", "[]") != "[]":
+            figure = file.with_suffix(".png")
+            found.append(
+                Judged(
+                    title=attributes["title"],
+                    scale=attributes["scale"],
+                    data=file.relative_to(folder).as_posix(),
+                    figure=figure.relative_to(folder).as_posix() if figure.is_file() else "",
+                    verdicts=verdicts_from_json(attributes["verdicts"]),
+                )
+            )
+    return found
+
+
+def write_claims(
+    folder: Path,
+    scale: Scale,
+    *,
+    judged: Sequence[Judged] | None = None,
+    registry: Mapping[str, Claim] | None = None,
+) -> Path:
+    """Write the verdicts stored in the netCDF files of a folder as a Markdown page.
 
     The cpu and paper scales are evidence and share `claims.md`; a small scale has its own, `claims_quick.md`.
 
     Args:
         folder: of results.
         scale: whose verdicts.
+        judged: the verdicts, as `find_verdicts` finds them; those right in the folder unless given.
+        registry: claims by their ids; those that nothing has judged are listed as not measured.
 
     Returns:
         The Markdown file.
@@ -171,17 +239,9 @@ def write_claims(folder: Path, scale: Scale) -> Path:
     evidence = scale in ("cpu", "paper")
     scales = ("cpu", "paper") if evidence else (scale,)
     path = folder / ("claims.md" if evidence else f"claims_{scale}.md")
-    parts = [
-        "# Verdicts on published claims\n\nGenerated from the datasets in this folder; a verdict holds at the scale "
-        "and for the networks of its dataset.\n"
-    ]
-    for file in sorted(folder.glob("*.nc")):
-        attributes = load(file).attrs
-        if attributes.get("verdicts", "[]") != "[]" and attributes["scale"] in scales:
-            parts.append(f"## {attributes['title']} ({attributes['scale']} scale, [{file.name}]({file.name}))\n")
-            parts.append(table(verdicts_from_json(attributes["verdicts"])))
+    found = find_verdicts(folder) if judged is None else judged
     temporary = path.with_suffix(".md.part")
-    temporary.write_text("\n".join(parts))
+    temporary.write_text(scorecard([one for one in found if one.scale in scales], registry))
     temporary.replace(path)
     return path
 
@@ -214,7 +274,7 @@ def exit_code(action: Callable[[], Any]) -> int:
     try:
         action()
         sys.stdout.flush()
-    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
+    except _BAD_INPUT as error:
         print(f"vitprobe: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
