@@ -70,7 +70,10 @@ class Settings:
 class RunLike(Protocol):
     """What a study needs to know of a run; `vitprobe.runs.Run` is one."""
 
-    model: str
+    @property
+    def model(self) -> str:
+        """The network's name."""
+        ...
 
     @property
     def label(self) -> str:

@@ -8,9 +8,9 @@ For the smallest network of every family, on images of CIFAR-10:
 
 - steps: the steps of `fit` over the bare ones (forward, loss, backward, optimiser) of an equal network on a batch that
   is ready and lies in memory in the same way, with the same optimiser; without augmentation and with the strong recipe
-  (RandAugment, mixup, CutMix, label smoothing, clipping). Beside it, what making the batches alone takes. On a GPU also
-  the share of the chip's peak in bfloat16, where that is known or given: of the network's multiply-adds, doubled, and
-  three times for forward and backward.
+  (RandAugment, mixup, CutMix, label smoothing, clipping). Steps of both take turns, one by one. On a GPU also the share
+  of the chip's peak in bfloat16, where that is known or given: of the network's multiply-adds, doubled, and three times
+  for forward and backward.
 - overhead: the same for a network that computes hardly anything and has as many parameters as a small one, in
   milliseconds that `fit` adds to a step. What other work does to the times of large steps is larger than that.
 - timm: the steps of timm's training loop (its transforms of single Pillow images, its loader, mixing, loss, optimiser,
@@ -21,9 +21,10 @@ For the smallest network of every family, on images of CIFAR-10:
 - accuracy: epochs and seconds to 60 % of test images on 10,000 training images, by the weak recipe over 24 epochs. It
   goes on where it was stopped, if it has a folder.
 
-In steps and timm, epochs of `fit` and of the other ways take turns in one run; given are medians over rounds (least to
-most). What is timed is training alone: neither evaluation nor checkpoints. On a machine that other work shares, --clock
-cpu counts what this process has used. Parts that FILE.json already has and that are not asked for stay in it.
+In overhead and timm, epochs of `fit` and of the other ways take turns in one run; given are medians over rounds
+(least to most). What is timed is training alone: neither evaluation nor checkpoints. On a machine that other work
+shares, --clock cpu counts what this process has used. Parts that FILE.json already has and that are not asked for
+stay in it.
 """
 
 import argparse
@@ -56,6 +57,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from probe_overhead import CLOCKS, load, progress, spread
+from scipy.stats import bootstrap
 from torch import Tensor, nn
 from torchvision.transforms import RandomCrop
 
@@ -196,6 +198,48 @@ def in_turn(
     return {name: taken[1:] for name, taken in {OURS: watch.taken, **times}.items()}
 
 
+def step_by_step(
+    model: nn.Module, data: ImageData, recipe: Recipe, step: Way, arguments: argparse.Namespace
+) -> tuple[list[float], list[float]]:
+    """Seconds of every step of `fit`, its batch included, and of another step right after it.
+
+    What other work does to the machine comes and goes in seconds, and meets both. The first epoch, a warm-up, is left
+    out.
+    """
+    watch = Stopwatch(CLOCKS[arguments.clock][0], arguments.device)
+    ours: list[float] = []
+    others: list[float] = []
+
+    class Bar:
+        """Stands for the progress bar, which `fit` tells of every step."""
+
+        disable = True
+
+        def __init__(self, **options: Any) -> None: ...
+
+        def __enter__(self) -> "Bar":
+            watch.again()
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def update(self) -> None:
+            ours.append(watch.passed())
+            watch.again()
+            step()
+            others.append(watch.passed())
+            watch.again()
+
+    def on_epoch(_: nn.Module, row: dict[str, float]) -> None:
+        gc.collect()
+        watch.again()
+
+    with mock.patch.object(loop, "tqdm", Bar):
+        recipe = dataclasses.replace(recipe, epochs=arguments.rounds + 1)
+        fit(model, data, recipe, on_epoch=on_epoch, device=arguments.device, progress=False)
+    return ours[arguments.steps :], others[arguments.steps :]
+
+
 def equal(model: nn.Module, recipe: Recipe, device: str) -> nn.Module:
     """A copy, set up as `fit` sets a model up."""
     twin = copy.deepcopy(model).to(device)
@@ -270,26 +314,25 @@ def part_steps(report: Report, arguments: argparse.Namespace) -> None:
             progress(f"{name}, {what}")
             model = network(name, data)
             batch = ready(data, recipe, arguments.device)
-            others = {
-                BARE: bare_steps(equal(model, recipe, arguments.device), batch, recipe, arguments.steps),
-                BATCHES: batches_alone(data, recipe, arguments.device),
-            }
-            times = in_turn(model, data, recipe, others, arguments)
-            figures.setdefault(name, {})[what] = times
-            speeds = [len(data.train) / taken for taken in times[OURS]]
+            bare = bare_steps(equal(model, recipe, arguments.device), batch, recipe, 1)
+            ours, others = step_by_step(model, data, recipe, bare, arguments)
+            figures.setdefault(name, {})[what] = {OURS: ours, BARE: others}
+            speeds = [arguments.batch / taken for taken in ours]
+            pairs = np.divide(ours, others)
+            error = bootstrap([pairs], statistic=np.median, n_resamples=2000, rng=0).standard_error
             table.append([
                 name,
                 what,
-                spread([1e3 * taken / arguments.steps for taken in times[BARE]], ".0f"),
-                ratios(times[OURS], times[BARE]),
+                spread([1e3 * taken for taken in others], ".0f"),
+                f"{np.median(pairs):.3f} ± {error:.3f}",
+                f"{sum(ours) / sum(others):.3f}",
                 f"at most {GOALS[what]}",
-                ratios(times[BATCHES], times[BARE]),
                 spread(speeds, ".0f"),
                 *([spread([operations * speed / peak for speed in speeds], ".1%")] if peak else []),
             ])
-            head = ["network", "recipe", "bare step, ms", "`fit` over bare", "goal", "its batches alone over bare"]
+            head = ["network", "recipe", "bare step, ms", "`fit` over bare", "of the sums", "goal"]
             head += ["images per second", *(["share of the peak"] if peak else [])]
-            title = f"{described(arguments)}, over the bare steps"
+            title = f"{described(arguments)}, over bare steps in turn: median over pairs ± its standard error"
             report.table("steps", figures, title, head, table)
 
 
