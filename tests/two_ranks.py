@@ -1,6 +1,6 @@
 """Runs the cases of a test file in two processes of one gloo group, which are started once.
 
-A test file with cases calls `results(__file__, folder)` in a fixture, and ends with
+A test file with cases calls `results(__file__, tmp_path_factory)` in a fixture, and ends with
 `if __name__ == "__main__": run(CASES)`, because it is itself what the processes run.
 """
 
@@ -12,14 +12,34 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 RANKS = 2
 
 
-def results(file: str, folder: Path) -> list[dict[str, Any]]:
+def once(name: str, make: Callable[[Path], None], factory: pytest.TempPathFactory) -> Path:
+    """A folder that the first of pytest's workers to want it fills, and the others find filled."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            unfinished = folder.with_suffix(".unfinished")
+            unfinished.mkdir(exist_ok=True)
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+def results(file: str, factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every case gave on each rank, or the error that it raised there."""
+    folder = once(Path(file).stem, lambda folder: _start(file, folder), factory)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+def _start(file: str, folder: Path) -> None:
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     processes = [
@@ -38,7 +58,6 @@ def results(file: str, folder: Path) -> list[dict[str, Any]]:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
 def run(cases: Mapping[str, Callable[[int], Any]]) -> None:

@@ -157,7 +157,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return results(__file__, tmp_path_factory.mktemp("ranks"))
+    return results(__file__, tmp_path_factory)
 
 
 def given(case):

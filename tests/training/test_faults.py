@@ -15,6 +15,7 @@ import pytest
 import torch
 from tiny import StopError, make_data, numbers, same_weights, stop_after, tiny
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from two_ranks import once
 
 from vitprobe.data import load_data
 from vitprobe.initializers import mimetic_
@@ -30,13 +31,15 @@ RECIPE = Recipe(epochs=3, batch_size=16, lr=0.01, mixup=1.0, cutmix=1.0, label_s
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """Everything that `killed.py` tried, in a process of its own: a copy of one with threads would not be safe."""
-    folder = tmp_path_factory.mktemp("killed")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run(
-        [sys.executable, HERE / "killed.py", folder], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+    def run(folder):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+        command = [sys.executable, HERE / "killed.py", folder]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        (folder / "found.json").write_text(done.stdout)
+
+    return json.loads((once("killed", run, tmp_path_factory) / "found.json").read_text())
 
 
 @pytest.mark.parametrize("place", ["step", "before a replacement", "after a replacement", "write"])

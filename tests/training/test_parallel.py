@@ -201,7 +201,7 @@ def statistics(rank):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return results(__file__, tmp_path_factory.mktemp("two"))
+    return results(__file__, tmp_path_factory)
 
 
 def raised(value):
