@@ -7,6 +7,7 @@ import numpy as np
 import xarray as xr
 
 from vitprobe.claims import CLAIMS, Claim, Verdict, combine, decide, sign_test
+from vitprobe.figures.page import attribute
 from vitprobe.probes import FeatureProbe
 from vitprobe.results import to_json
 from vitprobe.runs import DataSpec, Run, trained
@@ -85,7 +86,7 @@ def measure(run: Run, settings: Settings, probe: FeatureProbe) -> xr.Dataset:
 
 def learned(ds: xr.Dataset) -> bool:
     """Whether every run of a dataset learned its task: 45 % of at most 10 classes, 20 % of more."""
-    return bool((ds.accuracy >= (45.0 if ds.attrs["classes"] <= 10 else 20.0)).all())
+    return bool((attribute(ds, "accuracy") >= (45.0 if ds.attrs["classes"] <= 10 else 20.0)).all())
 
 
 def steps(ds: xr.Dataset, variable: str) -> xr.DataArray:

@@ -9,7 +9,7 @@ import xarray as xr
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from studies.park_kim.families import CLAIMS, SCALES, grid, headline, judge, steps
+from studies.park_kim.families import CLAIMS, SCALES, grid, headline, judge, learned, steps
 from vitprobe.models import list_models
 from vitprobe.study import Settings
 
@@ -94,3 +94,8 @@ def test_data_by_name_keeps_the_sizes_of_the_scale_and_other_data_come_whole():
     assert (same.train_size, same.test_size) == (10_000, 2_000)
     assert (other.train_size, other.test_size) == (None, None)
     assert asked.train_size == 500
+
+
+def test_an_accuracy_that_all_runs_share_is_an_attribute():
+    ds = xr.Dataset(attrs={"classes": 10, "accuracy": 50.0})
+    assert learned(ds) and not learned(ds.assign_attrs(accuracy=40.0))
