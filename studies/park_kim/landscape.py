@@ -1,0 +1,236 @@
+"""The loss around trained networks along random directions (Park & Kim 2022, Fig. 1a).
+
+Claim      E6: the loss surface around a trained ViT is flatter than around a trained ResNet. Published for ViT-Ti and
+           ResNet-50 on CIFAR-100, from one pair of directions, as cross entropy plus 0.05 times the sum of the lengths
+           of the weight tensors, of which the second makes most of the difference.
+Command    vitprobe run park_kim/landscape                   digits; shares its trained networks with park_kim/fourier
+           vitprobe run park_kim/landscape --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/landscape --scale paper --device cuda
+Cost       beside the training, not measured at any scale as a whole. Quick: 242 cells of 320 images of 8x8 for each of
+           nine networks, and as many again for those with batch norm.
+Protocol   Planes of random directions, normalised filter by filter as Li et al. 2018 (the published normalisation runs
+           over another axis). The images are training images, augmented, mixed and smoothed as in the training, drawn
+           once: the same for all cells, networks and directions (common random numbers). Cross entropy and weight
+           decay are apart. Batch norm keeps the statistics of the trained network, as published, and a second time
+           they are estimated anew at each cell: statistics that no longer fit are a rise that no ViT can have.
+Rule       Set before anything was measured. Of each seed log2 of the rise of the cross entropy at distance 1 (mean
+           over the ring of cells), mean over pairs of directions: ResNet less ViT. Supported if the 95 % t interval
+           over seeds lies wholly above zero, contradicted if wholly below. The same is said of the rise with
+           re-estimated batch norm, and of the published weight term alone; they do not decide. A network that did not
+           learn its task (45 % of ten classes), or around which the loss does not rise, is no evidence.
+Expected   as published: 2.6 nats for the ViT and 3.7 for the ResNet, which is 0.51 doublings.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import nn
+
+from studies.park_kim.families import CLAIMS, learned
+from studies.park_kim.families import grid as families_grid
+from vitprobe.claims import Claim, Verdict, decide
+from vitprobe.figures.loss_landscape import PUBLISHED_WEIGHT
+from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, VERMILION, interval, style
+from vitprobe.probes import loss_landscape
+from vitprobe.results import to_json
+from vitprobe.runs import Run, trained
+from vitprobe.study import Settings, Study, main
+from vitprobe.training import TrainingBatches
+
+# scale: images, pairs of directions, cells along each
+SIZES = {"smoke": (16, 1, 5), "quick": (320, 2, 11), "cpu": (512, 5, 11), "paper": (5000, 5, 21)}
+BATCH_SIZE = 96  # the published one
+FAMILIES = {"preact": "ResNet", "resnet": "ResNet", "vit": "ViT", "alternet": "AlterNet"}
+COLORS = {"ResNet": BLUE, "ViT": VERMILION, "AlterNet": "#009E73"}
+# Mean rise of the cross entropy over rings of finite cells of the grids in the authors' repository [nats].
+PUBLISHED = {"ResNet": {0.5: 3.11, 0.8: 3.70, 1.0: 3.71}, "ViT": {0.5: 2.03, 0.8: 2.48, 1.0: 2.61}}
+PANELS = {
+    "nll": "cross entropy",
+    "nll_reestimated": "cross entropy, batch norm re-estimated",
+    "l2_sum_of_norms": f"{PUBLISHED_WEIGHT} · sum of norms",
+}
+
+
+def grid(settings: Settings) -> list[Run]:
+    """ResNet, ViT and AlterNet, seed by seed."""
+    return [run for run in families_grid(settings) if _stem(run.model) in FAMILIES]
+
+
+def _stem(model: str) -> str:
+    return model.partition("_")[0].rstrip("0123456789")
+
+
+def measure(run: Run, settings: Settings) -> xr.Dataset:
+    """The loss around one trained network `(direction_pair, y, x)`, with batch norm kept and re-estimated."""
+    result = trained(run, cache=settings.cache, device=settings.device)
+    images, pairs, points = SIZES[settings.scale]
+    batches = TrainingBatches(
+        result.data,
+        run.recipe,
+        batch_size=min(BATCH_SIZE, images),
+        share=min(1.0, images / len(result.data.train.labels)),
+        seed=0,  # and not the run's: all networks see the same images
+    )
+    common: dict[str, Any] = {"points": points, "pairs": pairs, "seed": run.recipe.seed, "progress": False}
+    ds = loss_landscape(result.model, batches, **common)
+    again = ds
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in result.model.modules()):
+        again = loss_landscape(result.model, batches, batch_norm="reestimated", **common)
+    for name in ("nll", "accuracy"):
+        ds[f"{name}_reestimated"] = again[name].assign_attrs(
+            long_name=f"{ds[name].attrs['long_name']}, batch norm re-estimated"
+        )
+    last = result.history.isel(epoch=-1)
+    return ds.assign_attrs(
+        probe="loss_landscapes",
+        batch_norm="kept; variables that end in _reestimated: re-estimated",
+        family=FAMILIES[_stem(run.model)],
+        batches_seed=0,
+        seed=run.recipe.seed,
+        network_accuracy=100 * float(last.test_accuracy),
+        test_loss=float(last.test_loss),
+        data=run.data.spec.partition(":")[0],
+        classes=result.data.num_classes,
+        run_config=to_json(run.config()),
+    )
+
+
+# --- rises ------------------------------------------------------------------------------------------
+
+
+def rise(ds: xr.Dataset, variable: str, radius: float) -> xr.DataArray:
+    """The mean rise from the centre over the ring of cells at a radius, half a cell to each side.
+
+    Args:
+        ds: landscapes `(..., y, x)`.
+        variable: whose; the sum of norms is weighted as published.
+        radius: in units of the directions.
+
+    Returns:
+        `(...)`; not-a-number where a cell of the ring is.
+    """
+    values = ds[variable] * (PUBLISHED_WEIGHT if variable == "l2_sum_of_norms" else 1.0)
+    distance = np.hypot(ds["x"], ds["y"])
+    ring = abs(distance - radius) <= (1 + 1e-9) * float(ds["x"][1] - ds["x"][0]) / 2
+    return (
+        (values - values.sel(x=0, y=0))
+        .where(ring)
+        .mean(["y", "x"], skipna=True)
+        .where((values.notnull() | ~ring).all(["y", "x"]))
+    )
+
+
+def seed_values(ds: xr.Dataset, family: str, variable: str) -> dict[int, float]:
+    """log2 of the rise at radius 1, mean over pairs of directions, by seed; not-a-number where a loss does not rise."""
+    runs = ds.isel(run=np.flatnonzero(ds.family == family))
+    heights = rise(runs, variable, 1.0).transpose("run", "direction_pair").values
+    values = np.log2(np.where(heights > 0, heights, np.nan)).mean(axis=1)
+    seeds = np.broadcast_to(runs.seed if "seed" in runs.coords else runs.attrs["seed"], len(values))
+    return dict(zip(seeds.tolist(), values.tolist(), strict=True))
+
+
+def compare(ds: xr.Dataset, claim: Claim, variable: str) -> Verdict:
+    """The verdict on the ResNet's rise being the larger one."""
+    resnet, vit = (seed_values(ds, family, variable) for family in ("ResNet", "ViT"))
+    values = [resnet[seed] - vit[seed] for seed in resnet if seed in vit]
+    finite = [value for value in values if np.isfinite(value)]
+    runs = ds.isel(run=np.flatnonzero(np.isin(ds.family, ["ResNet", "ViT"])))
+    detail = "; ".join(
+        f"{family} {2 ** np.mean(list(each.values())):.3g} nats" for family, each in (("ResNet", resnet), ("ViT", vit))
+    )
+    verdict = decide(claim, finite or [0.0], threshold=0.0, detail=f"geometric means at radius 1: {detail}")
+    reason = ""
+    if len(finite) < len(values):
+        reason = "no evidence, because around a network the loss does not rise, or is no number"
+    if not learned(runs.drop_vars("accuracy", errors="ignore").assign_coords(accuracy=runs.network_accuracy)):
+        reason = "no evidence, because a seed did not learn its task"
+    if reason:
+        verdict = replace(verdict, verdict="inconclusive", needed=None, detail=f"{verdict.detail}; {reason}")
+    return verdict
+
+
+def verdicts(ds: xr.Dataset) -> list[Verdict]:
+    """E6 from the cross entropy; with batch norm re-estimated, and of the weight term alone, beside it."""
+    claim = CLAIMS["E6"]
+    other = replace(claim, counter_evidence="", published="not published")
+    return [
+        compare(ds, claim, "nll"),
+        compare(ds, replace(other, id="E6 batch norm re-estimated"), "nll_reestimated"),
+        compare(ds, replace(other, id="E6 weight term"), "l2_sum_of_norms"),
+    ]
+
+
+# --- figure -----------------------------------------------------------------------------------------
+
+
+def draw(ds: xr.Dataset) -> Figure:
+    """The rise of each part over the distance from the weights, by family, and the published rings."""
+    with style():
+        figure = Figure(figsize=(PAGE_WIDTH, 3.0), layout="constrained")
+        axes = figure.subplots(1, len(PANELS))
+        for ax, (variable, title) in zip(axes, PANELS.items(), strict=True):
+            _rises(ax, ds, variable)
+            ax.set(xlabel="distance from the weights [1]", title=title)
+        axes[0].set_ylabel("rise from the centre [nats]")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(handles))
+        seeds = max(int((ds.family == name).sum()) for name in COLORS)
+        figure.supxlabel(
+            f"Means over rings of cells, {ds.sizes['direction_pair']} pairs of filter-normalised directions, {seeds} "
+            f"seed{'s' * (seeds > 1)}; {ds.attrs['images']} training images, the same for all cells.\nBand: 95 % t "
+            "interval over seeds. Thin lines: single seeds.",
+            fontsize=6.5,
+            color=GREY,
+        )
+    return figure
+
+
+def _rises(ax: Axes, ds: xr.Dataset, variable: str) -> None:
+    """One part of the loss: `(seed, radius)` of each family."""
+    step = float(ds["x"][1] - ds["x"][0])
+    radii: Sequence[float] = np.arange(0, 1 + step / 2, step).tolist()
+    top = 0.0
+    for name, color in COLORS.items():
+        runs = ds.isel(run=np.flatnonzero(ds.family == name))
+        if not runs.sizes["run"]:
+            continue
+        rows = [rise(runs, variable, radius).mean("direction_pair").values for radius in radii]
+        values = np.stack(rows, axis=1)
+        mean, half_width = interval(values)
+        if len(values) > 1:
+            ax.plot(radii, values.T, color=color, linewidth=0.5, alpha=0.45)
+            ax.fill_between(radii, mean - half_width, mean + half_width, color=color, alpha=0.2, linewidth=0)
+        ax.plot(radii, mean, color=color, label=name)
+        top = max(top, float(np.nanmax(values)))
+        if variable == "nll" and name in PUBLISHED:
+            ax.plot(
+                list(PUBLISHED[name]),
+                list(PUBLISHED[name].values()),
+                "*",
+                color=color,
+                markerfacecolor="white",
+                markersize=7,
+                label=f"{name}, published",
+            )
+            top = max(top, *PUBLISHED[name].values())
+    ax.axhline(0, color=GREY, linewidth=0.6, zorder=1)
+    ax.set_ylim(-0.08 * top, 1.1 * top)  # the band of few seeds may leave the panel
+
+
+STUDY = Study(
+    name="park_kim/landscape",
+    title="The loss around trained networks, along random directions",
+    grid=grid,
+    measure=measure,
+    draw=draw,
+    verdicts=verdicts,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(STUDY))

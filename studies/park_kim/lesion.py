@@ -1,0 +1,301 @@
+"""Stages begin with convolutions that matter and end with attention that does (Park & Kim 2022, Fig. 10b and D.4).
+
+Claim      E19: of a stage's convolutions or MLPs the first costs most accuracy when it is removed, of its attention
+           units the last. Published for ResNet and Swin. For a plain deep ViT it is contested: its authors concede
+           that units in the middle matter most there.
+Command    vitprobe run park_kim/lesion                      digits; shares its trained networks with park_kim/fourier
+           vitprobe run park_kim/lesion --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/lesion --scale paper --device cuda
+Cost       beside the training, two passes over the test images for each unit: 1 to 2 s a network on one core at the
+           quick scale. cpu and paper were not measured.
+Expected   accuracy after training by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 67.8 % AlterNet,
+           60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT.
+Rule       Set before anything was measured. Of each seed and stage, which share of the other units of its kind costs
+           less accuracy than the first convolution or MLP, or than the last attention unit; the mean over stages, and
+           0.5 by chance. Where a stage has one unit of the kind, it is ranked among all units of the stage. Supported
+           if the 95 % t interval over seeds lies wholly above 0.5 for the convolutions of the ResNet and for the
+           convolutions and the attention of AlterNet, contradicted if one lies wholly below. Networks without stages
+           are one stage each; they are reported, and do not decide. Ranks among few units are often the same in all
+           seeds: then it takes six seeds (a sign test).
+           The block that changes the grid counts as the first convolution of its stage, because it is a ResNet's. Two
+           more versions, each with a verdict of its own: without those blocks, which lose their branch and keep the
+           convolution on their skip connection; and with the published lesion, which takes the spatial convolutions
+           alone. Batch norm keeps the statistics of the whole network in all of them, which makes what is lost larger.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from torch import nn
+
+from studies.park_kim.families import CLAIMS, grid, learned
+from studies.park_kim.families import measure as measure_family
+from vitprobe import probes
+from vitprobe.claims import Claim, Verdict, combine, decide
+from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, VERMILION, attribute, interval, pretty, style
+from vitprobe.published import park_kim_2022
+from vitprobe.results import to_json
+from vitprobe.runs import Run
+from vitprobe.study import Settings, Study, main
+
+KINDS = {"conv": "convolution", "mlp": "MLP", "msa": "attention unit"}
+
+
+@dataclass(frozen=True)
+class BothLesions:
+    """`lesion` by both definitions, with the method that `families.measure` calls."""
+
+    def run(self, model: nn.Module, batches: Iterable[Any], *, progress: bool) -> xr.Dataset:
+        """Numbers of the removed branch; those of the published lesion end in `_convolution`."""
+        given = list(batches)
+        branch = probes.lesion(model, given, progress=progress)
+        published = probes.lesion(model, given, remove="convolution", progress=progress)
+        for name in ("accuracy_change", "nll_change"):
+            for ending in ("", "_se"):
+                branch[f"{name}_convolution{ending}"] = published[name + ending]
+        branch["removed_convolution"] = published["removed"]
+        return branch.set_coords("removed_convolution").assign_attrs(
+            remove="both", config=to_json({"probe": "lesion", "remove": ["branch", "convolution"]})
+        )
+
+
+def measure(run: Run, settings: Settings) -> xr.Dataset:
+    """Accuracy of one trained network without each of its units, on its test set."""
+    return measure_family(run, settings, BothLesions())
+
+
+# --- ranks ------------------------------------------------------------------------------------------
+
+
+def stage_of(grids: np.ndarray) -> np.ndarray:
+    """The number of the stage of each unit; a stage begins where the grid changes.
+
+    Args:
+        grids: rows and columns of patches `(layer, 2)`.
+
+    Returns:
+        `(layer,)`.
+    """
+    return np.concatenate([[0], np.cumsum((np.diff(grids, axis=0) != 0).any(1))])
+
+
+def share_below(lost: np.ndarray, which: int) -> float:
+    """The share of the others that lost less; ties count half.
+
+    Args:
+        lost: by all units that are compared `(unit,)`.
+        which: the place of the one.
+
+    Returns:
+        From 0 (all others lost more) to 1.
+    """
+    others = np.delete(lost, which)
+    return float(np.mean((others < lost[which]) + 0.5 * (others == lost[which])))
+
+
+def place_ranks(lost: np.ndarray, kinds: Sequence[str], stages: Sequence[int], kind: str) -> list[float]:
+    """The rank of the first convolution or MLP, or the last attention unit, of every stage that has one.
+
+    Args:
+        lost: accuracy `(unit,)`; not-a-number of units that were not removed.
+        kinds: of the units.
+        stages: their stages.
+        kind: whose; where it is the only one of its kind in a stage, it is ranked among all units of the stage.
+
+    Returns:
+        Ranks by `share_below`, one per stage; none of a stage of one unit.
+    """
+    kinds_, stages_ = np.asarray(kinds), np.asarray(stages)
+    ranks = []
+    for stage in np.unique(stages_):
+        here = (stages_ == stage) & np.isfinite(lost)
+        group = np.flatnonzero(here & (kinds_ == kind))
+        if not len(group):
+            continue
+        unit = group[-1 if kind == "msa" else 0]
+        among = group if len(group) > 1 else np.flatnonzero(here)
+        if len(among) > 1:
+            ranks.append(share_below(lost[among], int(np.flatnonzero(among == unit)[0])))
+    return ranks
+
+
+def run_ranks(run: xr.Dataset, kind: str, variable: str, *, subsampling: bool) -> list[float]:
+    """The ranks of `place_ranks` of one run.
+
+    Args:
+        run: its dataset.
+        kind: of the units.
+        variable: the change of accuracy.
+        subsampling: whether a block that changes the grid counts as a convolution, or not at all.
+    """
+    run = run.isel(layer=run.layer_name.values != "")
+    kinds = run.kind.values.astype(str)
+    stages = stage_of(np.stack([run.grid_h.values, run.grid_w.values], axis=1))
+    # A pool or a strided projection alone has no branch, and so was not removed.
+    kept = ~np.isin(kinds, ["stem"] if subsampling else ["stem", "subsample"])
+    kinds = np.where(kinds == "subsample", "conv", kinds)
+    return place_ranks(np.where(kept, -run[variable].values, np.nan), kinds, stages, kind)
+
+
+def has_stages(ds: xr.Dataset) -> bool:
+    """Whether the networks of a dataset have more than one grid."""
+    return bool((ds.grid_h.max("layer") > ds.grid_h.min("layer")).all())
+
+
+# --- verdicts ---------------------------------------------------------------------------------------
+
+
+def judge(
+    ds: xr.Dataset, claim: Claim, variable: str = "accuracy_change", *, subsampling: bool = True
+) -> list[Verdict]:
+    """Verdicts on one version of E19: the whole, then every family and kind.
+
+    Args:
+        ds: stacked runs.
+        claim: this version of the claim.
+        variable: the change of accuracy.
+        subsampling: as in `run_ranks`.
+    """
+    parts, deciding = [], []
+    for model in dict.fromkeys(ds.model.values.tolist()):
+        runs = ds.isel(run=np.flatnonzero(ds.model == model))
+        for kind in KINDS:
+            ranks = [
+                run_ranks(runs.isel(run=i), kind, variable, subsampling=subsampling) for i in range(runs.sizes["run"])
+            ]
+            if not all(ranks):
+                continue
+            where = "last" if kind == "msa" else "first"
+            of = "of each stage of" if has_stages(runs) else "of"
+            part = replace(
+                claim,
+                id=f"{claim.id} {kind} {model}",
+                statement=f"the {where} {KINDS[kind]} {of} {model} costs more than the others",
+                published="",
+                counter_evidence="",
+            )
+            by_stage = ", ".join(f"{rank:.2f}" for rank in np.mean(ranks, axis=0))
+            verdict = decide(part, [float(np.mean(each)) for each in ranks], threshold=0.5, detail=f"stages {by_stage}")
+            if not learned(runs):
+                reason = f"{verdict.detail}; no evidence, because a seed did not learn its task"
+                verdict = replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+            parts.append(verdict)
+            if has_stages(runs):
+                deciding.append(verdict)
+    return [combine(claim, deciding), *parts]
+
+
+def verdicts(ds: xr.Dataset) -> list[Verdict]:
+    """E19 with the branch removed, in every family; without subsampling, and with the published lesion."""
+    claim = CLAIMS["E19"]
+    plain = replace(
+        claim,
+        id="E19 inner units",
+        statement=f"{claim.statement}; blocks that change the grid left out",
+        published="not published",
+    )
+    published = replace(claim, id="E19 convolution", statement=f"{claim.statement}; spatial convolutions alone removed")
+    return [
+        *judge(ds, claim),
+        judge(ds, plain, subsampling=False)[0],
+        judge(ds, published, "accuracy_change_convolution")[0],
+    ]
+
+
+# --- figure -----------------------------------------------------------------------------------------
+
+
+def draw(ds: xr.Dataset) -> Figure:
+    """Accuracy lost with each unit in order, ours by family and the published Swin; stage starts and ends marked."""
+    names = list(dict.fromkeys(ds.model.values.tolist()))
+    with style():
+        figure = Figure(figsize=(PAGE_WIDTH, 4.2), layout="constrained")
+        axes = figure.subplots(2, 3).ravel()
+        for ax, name in zip(axes, names, strict=False):
+            runs = ds.isel(run=np.flatnonzero(ds.model == name))
+            runs = runs.isel(layer=runs.layer_name.isel(run=0).values != "")
+            first = runs.isel(run=0)
+            kinds = np.where(first.kind == "subsample", "conv", first.kind).astype(str)
+            stages = stage_of(np.stack([first.grid_h.values, first.grid_w.values], axis=1))
+            lost = -100 * runs.accuracy_change.transpose("run", "layer").values
+            _panel(ax, lost, kinds, stages)
+            published = -100 * runs.accuracy_change_convolution.mean("run").values
+            if not np.allclose(published, lost.mean(0), equal_nan=True):
+                ax.plot(np.arange(len(kinds)), published, "_", color=GREY, markersize=6, zorder=3)
+            ax.set_title(f"{pretty(name)}, {attribute(runs, 'accuracy').mean():.1f} %")
+        swin = park_kim_2022()["lesion_swin_ti"]
+        lost = np.array([[np.nan if unit["delta_acc_pct"] is None else -unit["delta_acc_pct"] for unit in swin]])
+        ax = axes[len(names)]
+        _panel(ax, lost, [unit["unit"].lower() for unit in swin], [unit["stage"] for unit in swin])
+        ax.set_title("Swin-Ti, CIFAR-100, published")
+        for ax in axes[len(names) + 1 :]:
+            ax.set_axis_off()
+        for ax in axes[::3]:
+            ax.set_ylabel("accuracy lost\n[percentage points]")
+        _legend(figure, ds.sizes["run"] // len(names))
+    return figure
+
+
+def _panel(ax: Axes, lost: np.ndarray, kinds: Sequence[str], stages: Sequence[int]) -> None:
+    """One network: `(seed, unit)`, filled where the claim says that much is lost."""
+    kinds_, stages_ = np.asarray(kinds), np.asarray(stages)
+    mean, half_width = interval(lost)
+    place = np.arange(len(mean))
+    ax.axhline(0, color=GREY, linewidth=0.6, zorder=1)
+    for start in np.flatnonzero(np.diff(stages_)):
+        ax.axvline(start + 0.5, color=GREY, linewidth=0.6, linestyle=":", zorder=1)
+    for kind, (color, marker) in _LOOK.items():
+        here = np.flatnonzero((kinds_ == kind) & np.isfinite(mean))
+        ends = [
+            units[-1 if kind == "msa" else 0]
+            for stage in np.unique(stages_)
+            if len(units := here[stages_[here] == stage])
+        ]
+        if len(lost) > 1:
+            ax.errorbar(place[here], mean[here], half_width[here], fmt="none", ecolor=color, elinewidth=0.8, zorder=2)
+        ax.plot(place[here], mean[here], marker, markerfacecolor="white", color=color, markersize=4, zorder=4)
+        ax.plot(place[ends], mean[ends], marker, color=color, markersize=4, zorder=5)
+    ax.set_xlabel("unit, in order")
+    ax.set_xlim(-0.7, len(mean) - 0.3)
+    finite = lost[np.isfinite(lost)]
+    margin = 0.1 * max(finite.max(), 1.0)
+    ax.set_ylim(min(finite.min(), 0) - margin, finite.max() + margin)
+
+
+_LOOK = {"conv": ("#009E73", "^"), "mlp": (BLUE, "s"), "msa": (VERMILION, "o")}
+
+
+def _legend(figure: Figure, seeds: int) -> None:
+    handles = [
+        Line2D([], [], color=color, marker=marker, linestyle="", markersize=4, label=KINDS[kind])
+        for kind, (color, marker) in _LOOK.items()
+    ]
+    handles.append(Line2D([], [], color=GREY, marker="_", linestyle="", label="spatial convolutions alone"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    bars = f" Bars: 95 % t interval over {seeds} seeds; they may leave the panel." if seeds > 1 else ""
+    figure.supxlabel(
+        "Filled: where the claim says that most is lost, the first convolution or MLP and the last attention unit of a "
+        f"stage.\nDotted: stages.{bars}",
+        fontsize=6.5,
+        color=GREY,
+    )
+
+
+STUDY = Study(
+    name="park_kim/lesion",
+    title="Accuracy lost with each unit in five families of networks",
+    grid=grid,
+    measure=measure,
+    draw=draw,
+    verdicts=verdicts,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(STUDY))

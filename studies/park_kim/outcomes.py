@@ -1,0 +1,199 @@
+"""What the studies of accuracy share: error and training loss of a run, differences within seeds, and their drawing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+
+from studies.park_kim.families import learned
+from vitprobe.claims import Claim, Direction, Verdict, decide
+from vitprobe.figures.page import interval
+from vitprobe.results import provenance, to_json
+from vitprobe.runs import Run, Trained, trained
+from vitprobe.study import Settings
+from vitprobe.training import evaluate
+
+REFERENCES = "Park & Kim 2022, arXiv:2202.06709"
+NLL_LABEL = "NLL of training, above its floor [nats]"
+
+
+def outcome(run: Run, settings: Settings) -> tuple[Trained, xr.Dataset]:
+    """Train the run (or take it from the cache), and tell what came of it.
+
+    The training loss is the paper's: the mean over the last epoch, in training mode, of the augmented, mixed and
+    smoothed images; here less the entropy of their targets, below which no network gets. It has no standard error over
+    images, because the network changes under it: seeds have to show its spread. `nll_clean` is the other definition:
+    the trained network in evaluation mode on the training images as they are, against their labels.
+
+    Args:
+        run: what to train.
+        settings: of the study.
+
+    Returns:
+        The trained run, and its dataset without dimensions: `error`, `nll_train`, `nll_clean`, with their uncertainty
+        where there is one, and what tells runs apart as coordinates.
+    """
+    result = trained(run, cache=settings.cache, device=settings.device)
+    last = result.history.isel(epoch=-1)
+    clean = evaluate(result.model, result.data.loader("train", batch_size=500), device=settings.device)
+    floor = float(last.train_entropy_floor)
+    numbers = {
+        "error": (100 * (1 - float(last.test_accuracy)), "test error", "%"),
+        "error_se": (100 * float(last.test_accuracy_se), "standard error over images of error", "%"),
+        "nll_train": (float(last.train_loss) - floor, "training loss of the last epoch above its floor", "nats"),
+        "entropy_floor": (floor, "entropy of the targets of the last epoch", "nats"),
+        "nll_clean": (clean.nll, "loss of the training images in evaluation mode", "nats"),
+        "nll_clean_se": (clean.nll_se, "standard error over images of nll_clean", "nats"),
+    }
+    labels = {
+        "seed": (run.recipe.seed, "seed of the run"),
+        "parameters": (sum(p.numel() for p in result.model.parameters()), "number of parameters"),
+        "train_images": (len(result.data.train), "number of training images"),
+        "epochs": (run.recipe.epochs, "epochs of training"),
+        "accuracy": (100 * float(last.test_accuracy), "test accuracy [%]"),
+    }
+    described: dict[str, Any] = {
+        name: ((), value, {"long_name": text, "units": units}) for name, (value, text, units) in numbers.items()
+    }
+    coords: dict[str, Any] = {
+        name: ((), value, {"long_name": text, "units": "%" if name == "accuracy" else "1"})
+        for name, (value, text) in labels.items()
+    }
+    ds = xr.Dataset(described, coords)
+    return result, ds.assign_attrs(
+        provenance(
+            title="Error and training loss",
+            references=REFERENCES,
+            config=run.config(),
+            device=next(result.model.parameters()).device,
+            data=run.data.spec.partition(":")[0],
+            classes=result.data.num_classes,
+            test_images=len(result.data.test),
+            run_config=to_json(run.config()),
+        )
+    )
+
+
+def where(ds: xr.Dataset, **chosen: Any) -> xr.Dataset:
+    """The runs whose coordinates have these values, by seed.
+
+    Args:
+        ds: stacked runs.
+        **chosen: the value of each coordinate.
+
+    Returns:
+        Those runs.
+    """
+    keep = np.ones(ds.sizes["run"], dtype=bool)
+    for name, value in chosen.items():
+        keep &= ds[name].values == value
+    return ds.isel(run=np.flatnonzero(keep)).sortby("seed")
+
+
+def difference(ds: xr.Dataset, variable: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> np.ndarray:
+    """A variable of one kind of run less that of another, seed by seed: both share data, order and augmentation.
+
+    Args:
+        ds: stacked runs.
+        variable: which.
+        one: coordinates of the first kind.
+        other: coordinates of the second.
+
+    Returns:
+        `(seed,)`, of the seeds that both have.
+    """
+    first, second = (where(ds, **kind) for kind in (one, other))
+    seeds = np.intersect1d(first.seed.values, second.seed.values)
+    pair = [runs[variable].values[np.isin(runs.seed.values, seeds)] for runs in (first, second)]
+    return pair[0] - pair[1]
+
+
+def part(claim: Claim, name: str, statement: str, *, published: str = "not published") -> Claim:
+    """A part of a claim, or a control of it, with a name of its own.
+
+    Args:
+        claim: the whole.
+        name: what to add to its id.
+        statement: what the part says.
+        published: its value.
+
+    Returns:
+        The part; the evidence against the whole stays with the whole.
+    """
+    return replace(claim, id=f"{claim.id} {name}", statement=statement, published=published, counter_evidence="")
+
+
+def judge(
+    claim: Claim,
+    values: Sequence[float] | np.ndarray,
+    direction: Direction,
+    runs: xr.Dataset,
+    *,
+    detail: str = "",
+) -> Verdict:
+    """The verdict on "above zero" or "below zero"; networks that did not learn are no evidence for anything.
+
+    Args:
+        claim: what is claimed.
+        values: the statistic of each seed.
+        direction: the claimed side of zero.
+        runs: those that the values are from, as far as they must have learned.
+        detail: what else a reader must know.
+
+    Returns:
+        The verdict.
+    """
+    verdict = decide(claim, values, threshold=0.0, direction=direction, detail=detail)
+    if learned(runs):
+        return verdict
+    reason = "; ".join(filter(None, [verdict.detail, "no evidence, because a run did not learn its task"]))
+    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+
+
+def point(ax: Axes, x: np.ndarray, y: np.ndarray, *, errors: tuple[np.ndarray, np.ndarray], **look: Any) -> None:
+    """Seeds as small marks, their mean as a large one, with bars both ways.
+
+    The bars are 95 % t intervals over seeds, of three seeds and more; else standard errors over images.
+
+    Args:
+        ax: where to draw.
+        x: abscissa of each seed.
+        y: ordinate of each seed.
+        errors: standard errors over images of both, of each seed; not-a-number where there are none.
+        **look: `color`, `marker` and `label`.
+    """
+    bars = []
+    for values, error in zip((x, y), errors, strict=True):
+        half_width = interval(values[:, None])[1][0] if len(values) > 2 else error.mean()
+        bars.append(half_width if np.isfinite(half_width) else None)
+    color, marker, label = look["color"], look["marker"], look.get("label")
+    if len(x) > 1:
+        ax.scatter(x, y, s=7, color=color, marker=marker, alpha=0.45, linewidths=0, zorder=3)
+    ax.errorbar(
+        x.mean(), y.mean(), xerr=bars[0], yerr=bars[1], color=color, marker=marker, markersize=5.5,
+        markeredgecolor="white", markeredgewidth=0.5, linestyle="none", elinewidth=0.7, label=label, zorder=4,
+    )  # fmt: skip
+
+
+def around(ax: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    """Limits by the points: bars of a few seeds would dwarf them.
+
+    Args:
+        ax: the axes.
+        x: all abscissas.
+        y: all ordinates.
+    """
+    for values, limits in ((x, ax.set_xlim), (y, ax.set_ylim)):
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        margin = 0.18 * ((high - low) or abs(high) or 1.0)
+        limits(low - margin, high + margin)
+
+
+def bars_note(seeds: int) -> str:
+    """What the bars of `point` are."""
+    if seeds > 2:
+        return f"Bars: 95 % t interval over {seeds} seeds (cut at the frame). Small marks: single seeds."
+    return "Bars: standard error over images."

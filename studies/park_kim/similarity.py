@@ -1,0 +1,215 @@
+"""Networks with stages see the images alike within a stage, plain ViTs throughout (Park & Kim 2022, Fig. 10a and D.3).
+
+Claim      E18: the CKA of units of one stage is higher than that of units of two stages in a ResNet, and more so than
+           in a ViT that is cut into stages of the same lengths. Published for ResNet, PiT and Swin against ViT.
+Command    vitprobe run park_kim/similarity                  digits; shares its trained networks with park_kim/fourier
+           vitprobe run park_kim/similarity --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/similarity --scale paper --device cuda
+Cost       beside the training, one pass over the test images: under 1 s a network on one core at the
+           quick scale. cpu and paper were not measured.
+Expected   accuracy after training by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 67.8 % AlterNet,
+           60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT.
+Rule       Set before anything was measured. Of each seed, mean CKA of units of one stage minus that of units of two
+           stages, of the ResNet minus of the ViT. Supported if the 95 % t interval over seeds lies wholly above zero,
+           contradicted if it lies wholly below. AlterNet is reported, and does not decide.
+           Units of one stage are nearer to each other than units of two, and neighbours are alike in any network: the
+           difference is above zero without any stages. So there is a second version, with a verdict of its own, that
+           compares pairs of units at equal distance only. A stage begins with the unit that changes the grid.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+
+from studies.park_kim.families import CLAIMS, grid, headline, learned
+from studies.park_kim.families import measure as measure_family
+from vitprobe.claims import Claim, Verdict, decide
+from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, VERMILION, attribute, interval, pretty, style
+from vitprobe.probes import CKA
+from vitprobe.probes.cka import block_structure
+from vitprobe.runs import Run
+from vitprobe.study import Settings, Study, main
+
+CONTRASTS = {"block_structure": "all pairs", "block_structure_equal_distance": "pairs at equal distance"}
+
+
+def measure(run: Run, settings: Settings) -> xr.Dataset:
+    """CKA between the units of one trained network on its test set."""
+    return measure_family(run, settings, CKA())
+
+
+# --- verdicts ---------------------------------------------------------------------------------------
+
+
+def contrasts(ds: xr.Dataset) -> xr.Dataset:
+    """Block structure of every run, those without stages cut as the ResNet of the dataset is.
+
+    Args:
+        ds: stacked runs.
+
+    Returns:
+        The variables of `block_structure` along `run`, with the coordinates `model`, `staged` and, as JSON, `stages`.
+    """
+    runs = [ds.isel(run=run).drop_vars("run") for run in range(ds.sizes["run"])]
+    resnet = next(run for run in runs if str(run.model.item()).startswith(("resnet", "preact")))
+    reference = json.loads(block_structure(resnet).attrs["stages"])
+    found, staged, stages = [], [], []
+    for run in runs:
+        of_run = block_structure(run)
+        staged.append(of_run.attrs["stages_from"] == "grid")
+        if not staged[-1]:
+            of_run = block_structure(run, proportional(reference, int((run.layer_name != "").sum())))
+        stages.append(of_run.attrs["stages"])
+        found.append(of_run[[name + ending for name in CONTRASTS for ending in ("", "_se")]].drop_vars(of_run.coords))
+    joined = xr.concat([one.assign_attrs({}) for one in found], dim="run")
+    return joined.assign_coords(model=("run", ds.model.values), staged=("run", staged), stages=("run", stages))
+
+
+def proportional(reference: list[int], units: int) -> list[int]:
+    """Stages of the same relative lengths for another number of units.
+
+    Args:
+        reference: the stage of every unit of the network that is followed.
+        units: of the other network.
+
+    Returns:
+        The stage of each of its units.
+    """
+    return [reference[unit * len(reference) // units] for unit in range(units)]
+
+
+def judge(ds: xr.Dataset, variable: str, claim: Claim) -> list[Verdict]:
+    """Verdicts on one version of E18: of the ResNet, then of others with stages.
+
+    Args:
+        ds: stacked runs.
+        variable: one of `CONTRASTS`.
+        claim: this version of the claim.
+    """
+    blocks = contrasts(ds)
+    vit = next(name for name in headline(ds) if name.startswith("vit"))
+    of_vit = blocks[variable].values[blocks.model == vit]
+    found = []
+    for model in dict.fromkeys(ds.model.values[blocks.staged.values].tolist()):
+        values = blocks[variable].values[blocks.model == model]
+        part = claim
+        if model not in headline(ds):
+            statement = f"units of {model} are more alike within stages than those of {vit}"
+            part = replace(claim, id=f"{claim.id} {model}", statement=statement, published="", counter_evidence="")
+        detail = f"{model} {values.mean():+.3f}, {vit} {of_vit.mean():+.3f}"
+        verdict = decide(part, values - of_vit, threshold=0.0, detail=detail)
+        if not learned(ds.isel(run=np.isin(ds.model, [model, vit]))):
+            reason = f"{detail}; no evidence, because a seed did not learn its task"
+            verdict = replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+        found.append(verdict)
+    return found
+
+
+def verdicts(ds: xr.Dataset) -> list[Verdict]:
+    """E18 from all pairs of units, and from pairs at equal distance."""
+    equal = replace(
+        CLAIMS["E18"],
+        id="E18 equal distance",
+        statement=f"{CLAIMS['E18'].statement}, of units equally far apart",
+        published="not published",
+    )
+    return [
+        *judge(ds, "block_structure", CLAIMS["E18"]),
+        *judge(ds, "block_structure_equal_distance", equal),
+    ]
+
+
+# --- figure -----------------------------------------------------------------------------------------
+
+
+def draw(ds: xr.Dataset) -> Figure:
+    """CKA of all pairs of units, mean over seeds, one matrix per family; below, both contrasts of every family."""
+    names = list(dict.fromkeys(ds.model.values.tolist()))
+    with style():
+        figure = Figure(figsize=(PAGE_WIDTH, 3.9), layout="constrained")
+        above, below = figure.subfigures(2, 1, height_ratios=[1.0, 1.15])
+        axes = above.subplots(1, len(names))
+        blocks = contrasts(ds)
+        for ax, name in zip(axes, names, strict=True):
+            here = np.flatnonzero(ds.model == name)
+            image = _matrix(ax, ds.isel(run=here), name, blocks.isel(run=here[0]))
+        axes[0].set_ylabel("unit")
+        bar = above.colorbar(image, ax=axes.tolist(), label="CKA [1]", aspect=15)
+        bar.outline.set_visible(False)
+        _points(below.subplots(), blocks, names)
+        seeds = ds.sizes["run"] // len(names)
+        bars = f"\nBars: 95 % t interval over {seeds} seeds; small points: single seeds." if seeds > 1 else ""
+        below.supxlabel(
+            "Matrices: mean over seeds; white lines end stages, dotted ones cut networks without stages as the ResNet."
+            + bars,
+            fontsize=6.5,
+            color=GREY,
+        )
+    return figure
+
+
+def _matrix(ax: Axes, runs: xr.Dataset, name: str, blocks: xr.Dataset) -> AxesImage:
+    known = runs.layer_name.isel(run=0).values != ""
+    matrix = runs.cka.mean("run").transpose("layer", "layer_other").values[np.ix_(known, known)]
+    image = ax.imshow(matrix, origin="lower", vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+    look = {"color": "white", "linewidth": 0.8, "linestyle": "-" if blocks.staged else ":"}
+    for end in np.flatnonzero(np.diff(json.loads(str(blocks.stages.values)))):
+        ax.axhline(end + 0.5, **look)
+        ax.axvline(end + 0.5, **look)
+    ax.set_title(f"{pretty(name)}\n{attribute(runs, 'accuracy').mean():.1f} %")
+    ax.set_xlabel("unit")
+    ticks = np.arange(0, known.sum(), 4 if known.sum() > 5 else 1)
+    ax.set_xticks(ticks, ticks + 1)
+    ax.set_yticks(ticks, ticks + 1)
+    ax.spines[:].set_visible(False)
+    return image
+
+
+def _points(ax: Axes, blocks: xr.Dataset, names: list[str]) -> None:
+    ax.axhline(0, color=GREY, linewidth=0.6, zorder=1)
+    looks = dict(zip(CONTRASTS, ((-0.12, VERMILION, "o"), (0.12, BLUE, "s")), strict=True))
+    drawn = []
+    for variable, (shift, color, marker) in looks.items():
+        for place, name in enumerate(names):
+            values = blocks[variable].values[blocks.model == name]
+            mean, half_width = interval(values[:, None])
+            bar = None if len(values) == 1 else half_width
+            ax.errorbar([place + shift], mean, bar, fmt=marker, color=color, markersize=4, elinewidth=0.8, zorder=3)
+            ax.scatter(np.full(len(values), place + shift + 0.07), values, s=5, color=color, alpha=0.6, linewidths=0)
+            drawn.append(values)
+    low, high = np.concatenate(drawn).min(), np.concatenate(drawn).max()
+    margin = 0.2 * (high - min(low, 0))
+    ax.set_ylim(min(low, 0) - margin, high + margin)
+    ends = ["stages" if blocks.staged.values[blocks.model == name].all() else "cut" for name in names]
+    ax.set_xticks(range(len(names)), [f"{pretty(name)}\n({end})" for name, end in zip(names, ends, strict=True)])
+    ax.set_xlim(-0.5, len(names) - 0.5)
+    ax.set_ylabel("CKA within minus\nacross stages [1]")
+    ax.legend(
+        handles=[
+            Line2D([], [], color=color, marker=marker, markersize=4, linestyle="", label=CONTRASTS[variable])
+            for variable, (_, color, marker) in looks.items()
+        ],
+        loc="upper right",
+        bbox_to_anchor=(1.0, 1.18),
+        ncols=2,
+    )
+
+
+STUDY = Study(
+    name="park_kim/similarity",
+    title="Centred kernel alignment between units in five families of networks",
+    grid=grid,
+    measure=measure,
+    draw=draw,
+    verdicts=verdicts,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(STUDY))

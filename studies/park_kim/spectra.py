@@ -1,0 +1,335 @@
+"""Eigenvalues of the loss's Hessian during training: negative ones, and large ones (Park & Kim 2022, Fig. 1b, 4, 12c).
+
+Claims     E3: at the end of warm-up a ViT has more negative eigenvalues than a ResNet. E5: its positive ones are
+           smaller, then and later. E21, its part on curvature: AlterNet's positive eigenvalues are smaller than those
+           of the convolutional network, and few are negative. Published for ViT-Ti, ResNet-50 and Alter-ResNet-50 on
+           CIFAR-100.
+Command    vitprobe run park_kim/spectra                     digits; shares its trained networks with park_kim/fourier
+           vitprobe run park_kim/spectra --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/spectra --scale paper --device cuda
+Cost       beside the training, at the quick scale 0.6 to 0.8 s of one core for a batch (8x8 images; measured on a ViT
+           and on untrained networks): by that four to five minutes for the 384 of 12 networks at four epochs, not
+           measured as a whole. cpu and paper were not measured.
+Protocol   The five eigenvalues of largest magnitude of each batch of 16 training images, augmented, mixed and smoothed
+           as in the training, weight decay counted as |w|^2 / 2 times its coefficient; the batches are drawn once and
+           are the same for all networks and epochs. Each eigenvalue is stored with its residual. NEP is the share of
+           negative ones, APE the mean of the positive ones, from the eigenvalues and not from a smoothed density.
+           ConvMixer is left out: no claim is about it, and its nearly equal eigenvalues take several times the work.
+Rule       Set when four batches of one trained ViT of the quick scale (no negative eigenvalue) and of the untrained
+           networks had been seen, and before any two trained networks were compared. Seeds are the units, the batches
+           of a network are not. E3: NEP of the ViT less that of the ResNet. E5: log2 of APE of the ViT over that of the
+           ResNet, at each epoch; all of them decide. E21: log2 of APE of AlterNet over that of the convolutional
+           network; and few negatives are a NEP below 0.05, which lies between the published ones of AlterNet (0.006)
+           and of the ViT (0.07); before that ViT was seen, it was a NEP below the ViT's own. Supported if the 95 % t
+           interval over seeds lies wholly on the claimed side of zero, or of 0.05, contradicted if wholly on the other.
+           A network that did not learn its task in the end (45 % of ten classes) is no evidence.
+           The small AlterNets have the blocks of the small ResNets, so that these are their convolutional network; at
+           the paper scale it is Alter-ResNet-50 without attention (28.2 million parameters, AlterNet has 33.0).
+Expected   as published: E3, E5 and E21 supported. The small ViTs have another training than the published one, which
+           the sign of eigenvalues may depend on.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from studies.park_kim.families import CLAIMS, learned
+from studies.park_kim.families import grid as families_grid
+from vitprobe.claims import Claim, Verdict, combine, decide
+from vitprobe.figures.page import GREY, PAGE_WIDTH, PALETTE, interval, style
+from vitprobe.probes import hessian_eigenvalues
+from vitprobe.published import park_kim_2022
+from vitprobe.results import to_json
+from vitprobe.runs import Run, trained
+from vitprobe.study import Settings, Study, main
+from vitprobe.training import TrainingBatches
+
+BATCH_SIZE, RANKS = 16, 5
+BATCHES = {"smoke": 2, "quick": 8, "cpu": 16}  # the paper's own: a tenth of the training images
+FAMILIES = {"preact": "ResNet", "resnet": "ResNet", "vit": "ViT", "convit": "ConViT", "alternet": "AlterNet"}
+BARE = "AlterNet without attention"
+COLORS = dict(zip(("ResNet", "ViT", "AlterNet", "ConViT", BARE), PALETTE, strict=False))
+STATISTICS = {
+    "nep": ("share of negative eigenvalues", "1"),
+    "ape": ("mean of the positive eigenvalues", "nats"),
+}
+FEW = 0.05  # NEP below which negative eigenvalues are few
+
+
+def grid(settings: Settings) -> list[Run]:
+    """The families but ConvMixer, seed by seed; at the paper scale also AlterNet's blocks without attention."""
+    runs = [run for run in families_grid(settings) if not run.model.startswith("convmixer")]
+    if settings.scale != "paper":
+        return runs
+    bare = {"attentions": (0, 0, 0, 0)}
+    return [
+        each for run in runs for each in ([run, replace(run, options=bare)] if run.model == "alternet50" else [run])
+    ]
+
+
+def family_of(run: Run) -> str:
+    """The family of a run's network, as papers write it."""
+    return BARE if run.options else FAMILIES[run.model.partition("_")[0].rstrip("0123456789")]
+
+
+def measured_epochs(run: Run) -> list[int]:
+    """The snapshots from the end of warm-up on; the first of them is what Fig. 4 is of."""
+    return [epoch for epoch in run.recipe.snapshots if epoch >= max(run.recipe.warmup_epochs, 1)]
+
+
+def measure(run: Run, settings: Settings) -> xr.Dataset:
+    """Eigenvalues of one network at its snapshots `(epoch, batch, rank)`, on the same batches."""
+    result = trained(run, cache=settings.cache, device=settings.device)
+    images = len(result.data.train.labels)
+    batches = TrainingBatches(
+        result.data,
+        run.recipe,
+        batch_size=BATCH_SIZE,
+        share=min(1.0, BATCHES[settings.scale] * BATCH_SIZE / images) if settings.scale in BATCHES else 0.1,
+        seed=0,  # and not the run's: all networks see the same batches
+    )
+    spectra = {
+        epoch: hessian_eigenvalues(
+            result.at(epoch),
+            batches,
+            k=RANKS,
+            weight_decay=run.recipe.weight_decay,
+            stack=4 if settings.scale in ("smoke", "quick") else 1,
+            progress=False,
+        )
+        for epoch in measured_epochs(run)
+    }
+    last = result.history.isel(epoch=-1)
+    return along_epochs(spectra).assign_attrs(
+        probe="hessian_spectra",
+        family=family_of(run),
+        warmup_end=measured_epochs(run)[0],
+        batches_seed=0,
+        seed=run.recipe.seed,
+        accuracy=100 * float(last.test_accuracy),
+        accuracy_se=100 * float(np.sqrt(last.test_accuracy * (1 - last.test_accuracy) / len(result.data.test.labels))),
+        test_loss=float(last.test_loss),
+        data=run.data.spec.partition(":")[0],
+        classes=result.data.num_classes,
+        run_config=to_json(run.config()),
+    )
+
+
+def along_epochs(spectra: dict[int, xr.Dataset]) -> xr.Dataset:
+    """Spectra of one network at several epochs as one dataset; NEP and APE become variables `(epoch,)`.
+
+    Args:
+        spectra: datasets of `hessian_eigenvalues` by epoch, of the same batches.
+
+    Returns:
+        The variables with `epoch` before their dimensions, and `nep`, `nep_low`, `nep_high` and so on.
+    """
+    ds = xr.concat(
+        [part.assign_coords(epoch=epoch) for epoch, part in spectra.items()],
+        dim="epoch",
+        coords="minimal",
+        data_vars="all",
+        compat="equals",  # also of the batches' hashes
+        join="exact",
+        combine_attrs="override",
+    )
+    ds["epoch"].attrs = {"long_name": "epochs of training", "units": "1"}
+    for name, (long_name, units) in STATISTICS.items():
+        for ending, words in {"": "", "_low": ", lower end over batches", "_high": ", upper end over batches"}.items():
+            values = [part.attrs[name + ending] for part in spectra.values()]
+            ds[name + ending] = ("epoch", values, {"long_name": long_name + words, "units": units})
+            del ds.attrs[name + ending]
+    return ds
+
+
+# --- verdicts ---------------------------------------------------------------------------------------
+
+
+def by_seed(ds: xr.Dataset, family: str, variable: str, epoch: int) -> dict[int, float]:
+    """A variable of a family's networks at an epoch, by seed."""
+    runs = ds.isel(run=np.flatnonzero(ds.family == family)).sel(epoch=epoch)
+    return dict(zip(_seeds(runs), runs[variable].values.tolist(), strict=True))
+
+
+def _seeds(runs: xr.Dataset) -> list[int]:
+    return np.broadcast_to(runs.seed if "seed" in runs.coords else runs.attrs["seed"], runs.sizes["run"]).tolist()
+
+
+def compare(
+    ds: xr.Dataset, claim: Claim, variable: str, first: str, second: str, epoch: int, *, above: bool
+) -> Verdict:
+    """The verdict on the first family lying above, or below, the second: NEP by difference, APE by log2 of the ratio.
+
+    Args:
+        ds: stacked runs.
+        claim: what is said.
+        variable: `"nep"` or `"ape"`.
+        first: a family.
+        second: another one.
+        epoch: after which.
+        above: whether the claim says above.
+    """
+    one, other = (by_seed(ds, family, variable, epoch) for family in (first, second))
+    pairs = [(one[seed], other[seed]) for seed in one if seed in other]
+    said = f"{variable.upper()} {_mean(one)} {first}, {_mean(other)} {second}"
+    values = [log2_ratio(*pair) if variable == "ape" else pair[0] - pair[1] for pair in pairs]
+    verdict = decide(claim, values, threshold=0.0, direction="above" if above else "below", detail=said)
+    return _if_learned(verdict, ds, [first, second])
+
+
+def few(ds: xr.Dataset, claim: Claim, family: str, epoch: int) -> Verdict:
+    """The verdict on few eigenvalues of a family's networks being negative."""
+    values = by_seed(ds, family, "nep", epoch)
+    verdict = decide(claim, list(values.values()), threshold=FEW, direction="below", detail=f"NEP {_mean(values)}")
+    return _if_learned(verdict, ds, [family])
+
+
+def log2_ratio(one: float, other: float) -> float:
+    """How many doublings the one is above the other, both kept from zero (no positive eigenvalue at all)."""
+    tiny = float(np.finfo(np.float32).tiny)
+    return math.log2(max(one, tiny) / max(other, tiny))
+
+
+def _if_learned(verdict: Verdict, ds: xr.Dataset, families: Sequence[str]) -> Verdict:
+    if learned(ds.isel(run=np.flatnonzero(np.isin(ds.family, families)))):
+        return verdict
+    reason = f"{verdict.detail}; no evidence, because a seed did not learn its task"
+    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+
+
+def _mean(values: dict[int, float]) -> str:
+    return f"{np.mean(list(values.values())):.3g}"
+
+
+def verdicts(ds: xr.Dataset) -> list[Verdict]:
+    """E3, E5 at every epoch, and the curvature of E21."""
+    warmup, *later = ds.epoch.values.astype(int).tolist()
+    e3 = compare(ds, CLAIMS["E3"], "nep", "ViT", "ResNet", warmup, above=True)
+    parts = [
+        compare(ds, _part("E5", f"epoch {epoch}"), "ape", "ViT", "ResNet", epoch, above=False)
+        for epoch in (warmup, *later)
+    ]
+    plain = BARE if (ds.family == BARE).any() else "ResNet"
+    e21 = [
+        compare(ds, _part("E21", "APE"), "ape", "AlterNet", plain, warmup, above=False),
+        few(ds, _part("E21", "NEP"), "AlterNet", warmup),
+    ]
+    whole = _part("E21", "curvature")
+    whole = replace(whole, statement="AlterNet has a flatter loss than the convolutional network, few negatives")
+    return [e3, combine(CLAIMS["E5"], parts), *parts, combine(whole, e21), *e21]
+
+
+def _part(claim: str, words: str) -> Claim:
+    return replace(CLAIMS[claim], id=f"{claim} {words}", counter_evidence="")
+
+
+# --- figure -----------------------------------------------------------------------------------------
+
+
+def published() -> dict[str, dict[str, float]]:
+    """NEP and APE at the end of warm-up as read off Fig. 4 and, for AlterNet, Fig. 12c."""
+    numbers = park_kim_2022()
+    four, twelve = numbers["hessian_warmup_fig4"], numbers["hessian_warmup_alternet"]
+    found = {name: {"nep": four[name]["nep_if_same_yscale"], "ape": four[name]["ape"]} for name in ("ViT", "ResNet")}
+    return found | {"AlterNet": {"nep": twelve["AlterNet"]["nep"], "ape": twelve["AlterNet"]["ape"]}}
+
+
+def draw(ds: xr.Dataset) -> Figure:
+    """Above: eigenvalues at the end of warm-up by family. Below: NEP and APE in training, and the published ones."""
+    families = [name for name in COLORS if (ds.family == name).any()]
+    with style():
+        figure = Figure(figsize=(PAGE_WIDTH, 5.0), layout="constrained")
+        axes = figure.subplots(2, 2)
+        spectra = {
+            name: ds.eigenvalue.isel(run=np.flatnonzero(ds.family == name), epoch=0).values.ravel() for name in families
+        }
+        _densities(axes[0], spectra)
+        axes[0, 0].set_title(f"negative, epoch {int(ds.epoch[0])} (end of warm-up)")
+        axes[0, 1].set_title(f"positive, epoch {int(ds.epoch[0])} (end of warm-up)")
+        for ax, name in zip(axes[1], STATISTICS, strict=True):
+            _over_training(ax, ds, name, families)
+        axes[1, 1].set_yscale("log")
+        handles = [Line2D([], [], color=COLORS[name], label=name) for name in families]
+        handles.append(
+            Line2D([], [], color=GREY, marker="*", markerfacecolor="white", linestyle="", label="published, CIFAR-100")
+        )
+        figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+        counts = {int((ds.family == name).sum()) for name in families}
+        bars = "95 % t interval over seeds" if max(counts) > 1 else "95 % bootstrap interval over batches"
+        figure.supxlabel(
+            f"{ds.sizes['rank']} eigenvalues of largest magnitude of each of {ds.sizes['batch']} batches of "
+            f"{ds.attrs['batch_size']} training images, {max(counts)} seed{'s' * (max(counts) > 1)}; weight decay "
+            f"{ds.attrs['weight_decay']}, augmentation {ds.attrs['augment']}. Areas are shares of all.\n"
+            f"Bars: {bars}. Thin lines: single seeds.",
+            fontsize=6.5,
+            color=GREY,
+        )
+    return figure
+
+
+def _densities(axes: Sequence[Axes], spectra: dict[str, np.ndarray]) -> None:
+    """Histograms of both signs over the logarithm of the magnitude, on one scale of ordinates."""
+    sizes = np.abs(np.concatenate(list(spectra.values())))
+    sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
+    low, high = np.floor(10 * np.log10(sizes.min())) / 10, np.ceil(10 * np.log10(sizes.max())) / 10
+    edges = np.arange(low, high + 0.15, 0.1)
+    top = 0.0
+    for sign, ax in zip((-1, 1), axes, strict=True):
+        for name, values in spectra.items():
+            values = values[np.isfinite(values)]
+            side = np.log10(np.abs(values[sign * values > 0]))
+            density = np.histogram(side, edges)[0] / (len(values) * np.diff(edges))
+            top = max(top, density.max())
+            ax.stairs(density, 10**edges, color=COLORS[name], linewidth=1.0)
+            ax.stairs(density, 10**edges, color=COLORS[name], alpha=0.12, fill=True)
+        ax.set(xscale="log", xlabel="magnitude of the eigenvalue [nats]", ylabel="density [1/decade]")
+        ax.set_xlim(10**low, 10 ** edges[-1])
+    axes[0].invert_xaxis()
+    for ax in axes:
+        ax.set_ylim(0, 1.05 * top)
+
+
+def _over_training(ax: Axes, ds: xr.Dataset, variable: str, families: Sequence[str]) -> None:
+    """A statistic at each epoch: the mean over seeds with its interval, each seed, and the published value."""
+    epochs = ds.epoch.values.astype(float)
+    reach = np.ptp(epochs) or 1.0
+    for place, name in enumerate(families):
+        runs = ds.isel(run=np.flatnonzero(ds.family == name))
+        values = runs[variable].transpose("run", "epoch").values
+        x = epochs + 0.012 * reach * (place - (len(families) - 1) / 2)
+        mean, half_width = interval(values)
+        bars = np.stack([half_width, half_width])
+        if len(values) == 1:
+            ends = [runs[f"{variable}_{end}"].values[0] for end in ("low", "high")]
+            bars = np.stack([mean - ends[0], ends[1] - mean]).clip(0)
+        else:
+            ax.plot(x, values.T, color=COLORS[name], linewidth=0.5, alpha=0.45)
+        bars[0] = np.minimum(bars[0], mean if variable == "nep" else 0.9 * mean)  # a share or a mean of positive ones
+        ax.errorbar(x, mean, bars, color=COLORS[name], marker="o", markersize=3, elinewidth=0.8)
+        if name in (known := published()):
+            ax.plot(
+                x[0], known[name][variable], "*", color=COLORS[name], markerfacecolor="white", markersize=8, zorder=5
+            )
+    long_name, units = STATISTICS[variable]
+    ax.set(xlabel="epochs of training", ylabel=f"{variable.upper()} [{units}]", title=long_name)
+    ax.set_xticks(ds.epoch.values)
+
+
+STUDY = Study(
+    name="park_kim/spectra",
+    title="Hessian eigenvalues of four families of networks during training",
+    grid=grid,
+    measure=measure,
+    draw=draw,
+    verdicts=verdicts,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(STUDY))
