@@ -18,6 +18,8 @@ Rule       Set beforehand. Of each seed, Spearman's rank correlation over the fa
            its targets; the loss of the plain training images in evaluation mode is judged beside it, and decides
            nothing. The rank correlation of error and number of parameters is stated as a confound.
 Expected   E1 supported on CIFAR; at quick scale digits are too easy, and three seeds too few, to tell families apart.
+           The shared networks reach the accuracy that families.SCALES["cpu"]'s recipe gave, mean of seeds 0 to 2:
+           67.8 % AlterNet, 60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT.
 """
 
 import sys

@@ -19,6 +19,8 @@ Rule       Set before anything was measured. Of each seed log2 of the rise of th
            re-estimated batch norm, and of the published weight term alone; they do not decide. A network that did not
            learn its task (45 % of ten classes), or around which the loss does not rise, is no evidence.
 Expected   as published: 2.6 nats for the ViT and 3.7 for the ResNet, which is 0.51 doublings.
+           The shared networks reach the accuracy that families.SCALES["cpu"]'s recipe gave, mean of seeds 0 to 2:
+           67.8 % AlterNet, 60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT.
 """
 
 import sys
