@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 from vitprobe.training import evaluate, load_weights
@@ -128,3 +129,11 @@ def test_evaluation_refuses_nothing_and_soft_labels():
         evaluate(nn.Identity(), [])
     with pytest.raises(ValueError, match="class numbers"):
         evaluate(nn.Identity(), [(torch.zeros(2, 2), torch.zeros(2, 2))])
+
+
+def test_modules_that_ask_for_their_version_are_loaded():
+    """torchvision's MNASNet refuses a state dict without the versions that wrappers and plain dicts lose."""
+    source, model = (torchvision.models.mnasnet0_5(num_classes=3) for _ in range(2))
+    load_weights(model, {"state_dict": {f"module.{name}": value for name, value in source.state_dict().items()}})
+    pairs = zip(source.state_dict().values(), model.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

@@ -39,7 +39,8 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str,
     if not isinstance(content, Mapping):
         raise ValueError(f"{where} holds a {type(content).__name__}, not a state dict: save model.state_dict().")
     weights = plain_names(content)
-    expected = plain_names({name: (name, value) for name, value in model.state_dict().items()})
+    own = model.state_dict()
+    expected = plain_names({name: (name, value) for name, value in own.items()})
     # Checkpoints older than PyTorch 0.4.1 lack BatchNorm's counter, which evaluation never reads.
     missing = [key for key in expected if key not in weights and not key.endswith("num_batches_tracked")]
     unexpected = [key for key in weights if key not in expected]
@@ -52,7 +53,9 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str,
     if any(names for _, names in problems):
         listing = "; ".join(f"{what}: {_some(names)}" for what, names in problems if names)
         raise ValueError(f"{where} does not fit the model ({type(model).__name__}). {listing}.")
-    model.load_state_dict({name: weights.get(key, value) for key, (name, value) in expected.items()})
+    # Into the model's own, which carries the versions of its modules: some refuse to be loaded without (MNASNet).
+    own.update({name: weights.get(key, value) for key, (name, value) in expected.items()})
+    model.load_state_dict(own)
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
