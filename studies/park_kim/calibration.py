@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from studies.park_kim.families import CLAIMS, SCALES, headline, learned
+from studies.park_kim.families import CLAIMS, SCALES, headline, if_learned
 from studies.park_kim.families import grid as families_grid
 from studies.park_kim.families import measure as measure_family
 from vitprobe.claims import Claim, Direction, Verdict, combine, decide
@@ -105,10 +105,7 @@ def judge(ds: xr.Dataset, claim: Claim, augmentation: str, model: str, direction
     )
     detail = f"ECE {float(runs.ece.mean()):.3f}, accuracy {attribute(runs, 'accuracy').mean():.1f} %"
     verdict = decide(part, runs.ecse.values, threshold=0.0, direction=direction, detail=detail)
-    if learned(runs):
-        return verdict
-    reason = f"{verdict.detail}; no evidence, because a seed did not learn its task"
-    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+    return if_learned(verdict, runs)
 
 
 def verdicts(ds: xr.Dataset) -> list[Verdict]:

@@ -89,6 +89,14 @@ def learned(ds: xr.Dataset) -> bool:
     return bool((attribute(ds, "accuracy") >= (45.0 if ds.attrs["classes"] <= 10 else 20.0)).all())
 
 
+def if_learned(verdict: Verdict, runs: xr.Dataset) -> Verdict:
+    """The verdict, or that there is none: a network that did not learn is no evidence for anything."""
+    if learned(runs):
+        return verdict
+    reason = f"{verdict.detail}; no evidence, because a seed did not learn its task"
+    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+
+
 def steps(ds: xr.Dataset, variable: str) -> xr.DataArray:
     """The change of a variable that each unit makes `(run, layer)`; NaN for stems and wherever the grid changes."""
     before = ds[variable].shift(layer=1)
@@ -137,10 +145,7 @@ def judge(ds: xr.Dataset, variable: str, claim: Claim, headline: Sequence[str]) 
                 direction=direction,
                 detail=f"{share:.0%} of {sum(map(len, rows))} units {word} (one-sided sign test p = {p:.2g})",
             )
-            if not learned(ds.isel(run=runs)):
-                reason = f"{verdict.detail}; no evidence, because a seed did not learn its task"
-                verdict = replace(verdict, verdict="inconclusive", needed=None, detail=reason)
-            parts[model, kind] = verdict
+            parts[model, kind] = if_learned(verdict, ds.isel(run=runs))
     deciding = [verdict for (model, _), verdict in parts.items() if model in headline]
     return [combine(claim, deciding), *parts.values()]
 

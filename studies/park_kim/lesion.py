@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import nn
 
-from studies.park_kim.families import CLAIMS, grid, learned
+from studies.park_kim.families import CLAIMS, grid, if_learned
 from studies.park_kim.families import measure as measure_family
 from vitprobe import probes
 from vitprobe.claims import Claim, Verdict, combine, decide
@@ -183,9 +183,7 @@ def judge(
             )
             by_stage = ", ".join(f"{rank:.2f}" for rank in np.mean(ranks, axis=0))
             verdict = decide(part, [float(np.mean(each)) for each in ranks], threshold=0.5, detail=f"stages {by_stage}")
-            if not learned(runs):
-                reason = f"{verdict.detail}; no evidence, because a seed did not learn its task"
-                verdict = replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+            verdict = if_learned(verdict, runs)
             parts.append(verdict)
             if has_stages(runs):
                 deciding.append(verdict)

@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import nn
 
-from studies.park_kim.families import CLAIMS, grid, headline, learned
+from studies.park_kim.families import CLAIMS, grid, headline, if_learned
 from studies.park_kim.families import measure as measure_family
 from vitprobe.claims import Claim, Direction, Verdict, combine, decide
 from vitprobe.data.band_noise import ring
@@ -200,7 +200,7 @@ def judge(ds: xr.Dataset, variable: str, claim: Claim, *, relative: bool = False
     place = "cross at " + ", ".join(f"{one:.2f}" for one in found) + " pi" if found else "do not cross"
     unit = "%" if relative else "points"
     low, high = (difference[..., where].mean(-1) for where in (frequency < CROSSING, frequency > CROSSING))
-    enough = learned(ds.isel(run=np.isin(ds.model, headline(ds))))
+    runs = ds.isel(run=np.isin(ds.model, headline(ds)))
 
     def part(name: str, statement: str, values: np.ndarray, direction: Direction) -> Verdict:
         others = ", ".join(f"{values[:, i].mean():+.1f} at {rms:g}" for i, rms in enumerate(rungs) if i != strength)
@@ -211,10 +211,7 @@ def judge(ds: xr.Dataset, variable: str, claim: Claim, *, relative: bool = False
             direction=direction,
             detail=f"{unit} at RMS {rungs[strength]:g}; other strengths: {others}; mean curves {place}",
         )
-        if enough:
-            return verdict
-        reason = f"{verdict.detail}; no evidence, because a seed did not learn its task"
-        return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+        return if_learned(verdict, runs)
 
     parts = [
         part("low", "the ViT loses more than the ResNet to low bands", low, "above"),

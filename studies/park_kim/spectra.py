@@ -42,7 +42,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from studies.park_kim.families import CLAIMS, learned
+from studies.park_kim.families import CLAIMS, if_learned
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Claim, Verdict, combine, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, PALETTE, interval, style
@@ -200,10 +200,7 @@ def log2_ratio(one: float, other: float) -> float:
 
 
 def _if_learned(verdict: Verdict, ds: xr.Dataset, families: Sequence[str]) -> Verdict:
-    if learned(ds.isel(run=np.flatnonzero(np.isin(ds.family, families)))):
-        return verdict
-    reason = f"{verdict.detail}; no evidence, because a seed did not learn its task"
-    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+    return if_learned(verdict, ds.isel(run=np.flatnonzero(np.isin(ds.family, families))))
 
 
 def _mean(values: dict[int, float]) -> str:
