@@ -120,6 +120,16 @@ def test_the_network_of_an_earlier_epoch(tmp_path):
         result.at(2)
 
 
+def test_a_run_trained_to_an_epoch_is_the_beginning_of_the_whole(tmp_path):
+    run = replace(RUN, recipe=replace(RUN.recipe, snapshots=(1,)))
+    begun = trained(run, cache=tmp_path, until=1)
+    early = begun.at(1).state_dict()
+    assert len(begun.history.epoch) == 1 and run.fraction(tmp_path) == 0.5
+    assert len(trained(run, cache=tmp_path).history.epoch) == 2
+    later = trained(run, cache=tmp_path, until=1).at(1).state_dict()
+    assert all(torch.equal(early[name], later[name]) for name in early)
+
+
 def test_a_folder_gives_its_network_back(tmp_path):
     options = {"depth": 2, "dim": 24}
     run = Run(model="vit_nano", options=options, data=SMALL, recipe=replace(RUN.recipe, epochs=1))

@@ -131,6 +131,7 @@ def trained(
     run: Run,
     *,
     cache: Path | None = None,
+    until: int | None = None,
     device: str | None = None,
     on_epoch: Callable[[nn.Module, dict[str, float]], None] | None = None,
     progress: bool = False,
@@ -143,6 +144,8 @@ def trained(
     Args:
         run: what to train.
         cache: folder of trained runs; `cache_folder()` unless given.
+        until: train to this epoch only, as in `fit`, for what is measured early in training. The model may be further:
+            take that of the epoch with `.at(epoch)`.
         device: where to train; the GPU if there is one unless given.
         on_epoch: as in `fit`; not called for a run that is finished.
         progress: whether a terminal shows a bar.
@@ -169,6 +172,7 @@ def trained(
         teacher=teacher,
         folder=folder,
         on_epoch=on_epoch,
+        until=until,
         device=device,
         when_busy="wait",
         progress=progress,

@@ -10,7 +10,7 @@ from torch import nn
 
 from vitprobe import results
 from vitprobe.data import ImageData, Split
-from vitprobe.training import Recipe, evaluate, fit
+from vitprobe.training import Recipe, evaluate, fit, load_snapshot
 
 RECIPE = Recipe(epochs=3, batch_size=16, lr=0.01, mixup=1.0, cutmix=1.0, label_smoothing=0.1, augment="flip")
 
@@ -56,6 +56,25 @@ def test_same_seed_same_numbers_whatever_ran_before_and_the_callers_random_state
     assert same_weights(first, second)
     other = fit(tiny(), make_data(), Recipe(**{**recipe.config(), "seed": 1}))
     assert not numbers(other).equals(numbers(expected))
+
+
+def test_stopped_at_an_epoch_it_goes_on_as_if_it_had_not(tmp_path):
+    recipe = Recipe(**{**RECIPE.config(), "snapshots": (1, 2, 3)})
+    whole, part = tiny(), tiny()
+    expected = fit(whole, make_data(), recipe, folder=tmp_path / "whole")
+    begun = fit(part, make_data(), recipe, folder=tmp_path / "part", until=2)
+    assert numbers(begun).equals(numbers(expected.isel(epoch=slice(2)))) and not part.training
+    load_snapshot(whole_at_2 := tiny(), tmp_path / "whole", 2)
+    assert same_weights(part, whole_at_2)
+    again = tiny(seed=5)
+    assert len(fit(again, make_data(), recipe, folder=tmp_path / "part", until=1).epoch) == 2  # further already
+    assert same_weights(again, part)
+    assert numbers(fit(again, make_data(), recipe, folder=tmp_path / "part")).equals(numbers(expected))
+    assert same_weights(again, whole)
+    assert numbers(fit(tiny(), make_data(), RECIPE, until=1)).equals(numbers(expected.isel(epoch=slice(1))))
+    for wrong in (0, 4, 1.5, True):
+        with pytest.raises(ValueError, match=r"until=.*1 to 3"):
+            fit(tiny(), make_data(), RECIPE, until=wrong)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

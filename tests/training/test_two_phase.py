@@ -97,6 +97,8 @@ def test_the_second_phase_is_a_training_from_the_handed_over_weights():
         first, second, data, Recipe(epochs=3, batch_size=50), transfer=transfer_, share=0.34, progress=False
     )
     assert history.train_loss.values[1:].tolist() == expected.train_loss.values.tolist()
+    with pytest.raises(TypeError, match="until= stops one training"):
+        fit_two_phases(first, second, data, RECIPE, transfer=transfer_, until=1)
 
 
 def test_epochs_of_both_phases_count_on(tmp_path):

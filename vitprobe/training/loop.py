@@ -72,6 +72,7 @@ def fit(
     teacher: nn.Module | None = None,
     folder: str | os.PathLike[str] | None = None,
     on_epoch: Callable[[nn.Module, Row], None] | None = None,
+    until: int | None = None,
     device: torch.device | str | None = None,
     group: Group = None,
     when_busy: Literal["refuse", "wait"] = "refuse",
@@ -97,6 +98,8 @@ def fit(
         folder: where the run lives; `None` keeps nothing.
         on_epoch: called after each epoch is saved, with the model in evaluation mode and the row (which has `epoch`,
             from 1), and once more for an epoch whose call did not come to its end before an interruption.
+        until: stop after this epoch of the recipe's; a later call with the same folder goes on from there. Where the
+            folder is further already, nothing is trained, and the model and the history are of where it is.
         device: where to train; `None` is the GPU if there is one, else where the model is.
         group: processes of `torch.distributed` that train together, each calling this with the same arguments and
             an equal model: each takes its part of every batch. Without dropout and stochastic depth, whose draws
@@ -118,6 +121,7 @@ def fit(
         KeyboardInterrupt: on Ctrl-C, after saying how to go on.
     """
     _check(model, recipe, teacher, folder)
+    end = _end(recipe, until)
     where = torch.device(device) if device is not None else _default_device(model)
     model.to(where)
     if recipe.channels_last:
@@ -146,14 +150,14 @@ def fit(
             stack.enter_context(_sentence_on_interrupt(run, path))
         bar = stack.enter_context(
             tqdm(
-                total=recipe.epochs * run.steps_per_epoch,
+                total=max(end, len(run.history)) * run.steps_per_epoch,
                 initial=len(run.history) * run.steps_per_epoch,
                 unit="step",
                 desc=path.name if path is not None else None,
                 disable=None if shows else True,
             )
         )
-        for epoch in range(len(run.history) + 1, recipe.epochs + 1):
+        for epoch in range(len(run.history) + 1, end + 1):
             with same_statistics(model, ranks):
                 row = run.epoch(epoch, bar)
             with ranks.together():
@@ -187,6 +191,15 @@ def _check(model: nn.Module, recipe: Recipe, teacher: nn.Module | None, folder: 
             f"the recipe keeps snapshots of epochs {', '.join(map(str, recipe.snapshots))}: give folder= to keep them"
             " in, or snapshots=()."
         )
+
+
+def _end(recipe: Recipe, until: int | None) -> int:
+    """The epoch to stop after."""
+    if until is None:
+        return recipe.epochs
+    if not isinstance(until, int) or isinstance(until, bool) or not 1 <= until <= recipe.epochs:
+        raise ValueError(f"until={until!r}: give an epoch of the recipe's, 1 to {recipe.epochs}, or None for all.")
+    return until
 
 
 def _begin(path: Path, run: "_Run") -> None:

@@ -155,7 +155,10 @@ def fit_two_phases(
 
     Raises:
         ValueError: if a phase would have no epoch, or as `fit` does.
+        TypeError: if `until` is given, which is of one training.
     """
+    if "until" in options:
+        raise TypeError("until= stops one training, and these are two: shorten the recipe, or fit the phases apart.")
     recipes = split_recipe(recipe, share)
     folders = [None if folder is None else Path(folder) / phase for phase in (FIRST, SECOND)]
     histories = [fit(first, data, recipes[0], folder=folders[0], on_epoch=on_epoch, **options)]
