@@ -1,7 +1,7 @@
-"""What the studies of Park & Kim (2022) share: the five families at every scale, and the steps between units."""
+"""What the studies of Park & Kim (2022) share: the families at every scale, and the steps between units."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xarray as xr
@@ -14,9 +14,42 @@ from vitprobe.runs import DataSpec, Run, trained
 from vitprobe.study import Settings
 from vitprobe.training import Recipe, make_recipe
 
-NANO = ("resnet_nano", "convmixer_nano", "vit_nano", "convit_nano", "alternet_nano")
-MICRO = ("resnet_micro", "convmixer_micro", "vit_micro", "convit_micro", "alternet_micro")
-PAPER = ("preact_resnet50", "convmixer", "vit_ti", "convit_ti", "alternet50")
+
+@dataclass(frozen=True)
+class Look:
+    """How a family is drawn, in every figure the same.
+
+    Attributes:
+        label: its name, as papers write it.
+        color: of its lines.
+        marker: of its points.
+    """
+
+    label: str
+    color: str
+    marker: str
+
+
+# By what mixes places, from convolutions alone to any fixed weights. Okabe and Ito's colours, but for the PiT's: their
+# yellow is too pale for lines on white.
+LOOKS = {
+    "resnet": Look("ResNet", "#0072B2", "o"),
+    "convmixer": Look("ConvMixer", "#009E73", "D"),
+    "alternet": Look("AlterNet", "#E69F00", "^"),
+    "swin": Look("Swin", "#56B4E9", "v"),
+    "pit": Look("PiT", "#4B0055", "P"),
+    "convit": Look("ConViT", "#CC79A7", "X"),
+    "vit": Look("ViT", "#D55E00", "s"),
+    "mixer": Look("MLP-Mixer", "#000000", "p"),
+}
+
+NANO = (
+    "resnet_nano", "convmixer_nano", "vit_nano", "convit_nano", "alternet_nano", "pit_nano", "swin_nano",
+)  # fmt: skip
+MICRO = (
+    "resnet_micro", "convmixer_micro", "vit_micro", "convit_micro", "alternet_micro", "pit_micro", "swin_micro",
+)  # fmt: skip
+PAPER = ("preact_resnet50", "convmixer", "vit_ti", "convit_ti", "alternet50", "pit_ti", "swin_ti")
 
 # scale: models, data, seeds, recipe. One recipe for all families, as in the paper; its snapshots are those before the
 # training, after the warm-up, and after each third of what follows, as the paper's spectra are.
@@ -47,6 +80,15 @@ SCALES: dict[str, tuple[Sequence[str], DataSpec, int, Recipe]] = {
         make_recipe("park_kim_strong", precision="bfloat16", channels_last=True),
     ),
 }
+
+
+def family(model: str) -> str:
+    """The family of a registered model, one of `LOOKS`: `"resnet"` of `"preact_resnet50"` and `"resnet_micro"`.
+
+    Args:
+        model: its name.
+    """
+    return model.removeprefix("preact_").partition("_")[0].rstrip("0123456789")
 
 
 def grid(settings: Settings) -> list[Run]:
@@ -93,7 +135,7 @@ def if_learned(verdict: Verdict, runs: xr.Dataset) -> Verdict:
     """The verdict, or that there is none: a network that did not learn is no evidence for anything."""
     if learned(runs):
         return verdict
-    reason = f"{verdict.detail}; no evidence, because a seed did not learn its task"
+    reason = "; ".join(filter(None, [verdict.detail, "no evidence, because a seed did not learn its task"]))
     return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
 
 
@@ -155,4 +197,4 @@ def headline(ds: xr.Dataset) -> list[str]:
     return [model for model in dict.fromkeys(ds.model.values.tolist()) if model.startswith(("resnet", "preact", "vit"))]
 
 
-__all__ = ["CLAIMS", "grid", "headline", "judge", "measure", "steps"]
+__all__ = ["CLAIMS", "LOOKS", "family", "grid", "headline", "judge", "measure", "steps"]

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,6 +7,7 @@ import torchvision
 from vitprobe.models import create_model
 from vitprobe.models.alternet import WindowAttentionBlock, attention_places
 from vitprobe.models.resnet import PreActivationBlock, Smoothing
+from vitprobe.probes import feature_variance, fourier
 
 
 def millions(name, **options):
@@ -154,19 +156,99 @@ def test_smoothing_by_a_convolution(bounded):
     torch.testing.assert_close(out, F.conv2d(before, kernel, padding=1, groups=5))
 
 
-@pytest.mark.parametrize(("smoothing", "bounded"), [("blur", False), ("tanh", True)])
+def test_box_blur_keeps_the_grid_and_a_constant_map():
+    x = torch.randn(2, 5, 4, 7, dtype=torch.float64)
+    box = Smoothing(keeps_grid=True)
+    rows, columns = (torch.arange(side + 1).clamp(max=side - 1) for side in (4, 7))
+    repeated = x[:, :, rows][..., columns]
+    kernel = torch.full((5, 1, 2, 2), 0.25, dtype=torch.float64)
+    torch.testing.assert_close(box(x), F.conv2d(repeated, kernel, groups=5))
+    assert torch.equal(box(torch.full((1, 1, 3, 3), 7.0)), torch.full((1, 1, 3, 3), 7.0))
+
+
+def copied_then_blurred(channels: int) -> torch.nn.Sequential:
+    """A layer whose output is its input, and a box blur."""
+    copy = torch.nn.Conv2d(channels, channels, 1, bias=False)
+    torch.nn.init.dirac_(copy.weight)
+    return torch.nn.Sequential(copy, Smoothing(keeps_grid=True)).double()
+
+
+def test_box_blur_lets_through_the_cosines_of_half_the_frequencies():
+    """Noise whose last row and column are the first again: what the blur sees beyond the edge is then periodic."""
+    x = torch.randn(6, 3, 16, 16, dtype=torch.float64)
+    x[..., -1, :] = x[..., 0, :]
+    x[..., -1] = x[..., 0]
+    model = copied_then_blurred(3)
+    half = torch.pi * torch.fft.fftfreq(16, dtype=torch.float64)
+    passed = half.cos()[:, None] * half.cos()[None]
+    torch.testing.assert_close(torch.fft.fft2(model(x)).abs(), passed * torch.fft.fft2(x).abs())
+    ds = fourier(model, x, layers=["0", "1"], progress=False)
+    change = (ds.log_amplitude[1] - ds.log_amplitude[0]).values
+    frequency = ds.frequency.values  # [pi rad/patch] of both axes
+    np.testing.assert_allclose(change[:-1], 2 * np.log(np.cos(np.pi * frequency[:-1] / 2)), rtol=1e-4, atol=1e-4)
+    assert frequency[-1] == 1 and ds.log_amplitude.values[1, -1] == pytest.approx(np.log(1e-6), abs=1e-3)
+
+
+@pytest.mark.parametrize(("side", "channels"), [(8, 64), (64, 2)])
+def test_box_blur_leaves_white_noise_a_quarter_of_its_variance(side, channels):
+    """And more at the edges, where it averages fewer: exactly so by the covariance of what it gives."""
+    x = torch.randn(40, channels, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ds = feature_variance(copied_then_blurred(channels), x, layers=["0", "1"], progress=False)
+    blur = (np.eye(side) + np.eye(side, k=1)) / 2
+    blur[-1, -1] = 1
+    covariance = blur @ blur.T  # along one axis
+    expected = (np.trace(covariance) ** 2 - covariance.sum() ** 2 / side**2) / (side**2 - 1)
+    assert expected == pytest.approx(0.25, rel=2.2 / side)
+    assert float(ds.variance[1] / ds.variance[0]) == pytest.approx(expected, rel=0.03)
+
+
+def test_probes_see_a_box_blur_by_its_module():
+    """It is a layer of its stage; the residual units, which it lies between, are those of the plain network."""
+    x = torch.randn(4, 1, 8, 8)
+    options = dict(image_size=8, channels=1, seed=0)
+    plain, blurred = (create_model("resnet_nano", smoothing=kind, **options) for kind in ("none", "box"))
+    ds = feature_variance(blurred, x, layers="stages.*.*", progress=False)
+    blurs = [name for name, module in blurred.named_modules() if isinstance(module, Smoothing)]
+    assert blurs == ["stages.0.3", "stages.1.3"] and set(blurs) < set(ds.layer_name.values)
+    assert (ds.variance_change[np.isin(ds.layer_name, blurs)] < 0).all()
+    units = [feature_variance(model, x, progress=False) for model in (plain, blurred)]
+    assert units[0].layer_name.values.tolist() == units[1].layer_name.values.tolist()
+    assert units[0].kind.values.tolist() == units[1].kind.values.tolist()
+
+
+@pytest.mark.parametrize("name", ["resnet", "preact_resnet", "resnet_nano"])
+def test_without_smoothing_nothing_of_a_network_changes(name):
+    options = dict(image_size=8, channels=1, seed=3) | ({} if name == "resnet_nano" else dict(widths=(8,), blocks=(1,)))
+    default, *others = (
+        create_model(name, **options, **kind) for kind in ({}, {"smoothing": "none"}, {"smoothing": "box"})
+    )
+    assert not any(isinstance(module, Smoothing) for module in default.modules())
+    state = default.state_dict()
+    for other in others:
+        assert list(other.state_dict()) == list(state)
+        assert all(torch.equal(weight, state[key]) for key, weight in other.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "options", "sides"),
+    [
+        ("blur", {}, [17, 10, 6]),  # 16 + 1; ceil(17 / 2) + 1; ceil(10 / 2) + 1
+        ("tanh", {"bounded": True}, [17, 10, 6]),
+        ("box", {"keeps_grid": True}, [16, 8, 4]),
+    ],
+)
 @pytest.mark.parametrize("name", ["resnet", "preact_resnet"])
-def test_smoothing_stands_before_every_subsampling(name, smoothing, bounded):
-    options = dict(widths=(8, 16, 16), blocks=(1, 2, 1), seed=0)
-    model, plain = (create_model(name, smoothing=kind, **options).eval() for kind in (smoothing, "none"))
+def test_smoothing_stands_before_every_subsampling(name, smoothing, options, sides):
+    small = dict(widths=(8, 16, 16), blocks=(1, 2, 1), seed=0)
+    model, plain = (create_model(name, smoothing=kind, **small).eval() for kind in (smoothing, "none"))
     assert list(model.state_dict()) == list(plain.state_dict())
     x = torch.randn(2, 3, 16, 16)
-    stages = [torch.nn.Sequential(*stage, Smoothing(bounded=bounded)) for stage in plain.stages]
-    sides = []
+    stages = [torch.nn.Sequential(*stage, Smoothing(**options)) for stage in plain.stages]
+    found = []
     for stage in model.stages:
-        stage.register_forward_hook(lambda _, __, out: sides.append(out.shape[-1]))
+        stage.register_forward_hook(lambda _, __, out: found.append(out.shape[-1]))
     out = model(x)
-    assert sides == [17, 10, 6]  # 16 + 1; ceil(17 / 2) + 1; ceil(10 / 2) + 1
+    assert found == sides
     assert not torch.allclose(out, plain(x))
     plain.stages = torch.nn.Sequential(*stages)
     assert torch.equal(out, plain(x))

@@ -1,16 +1,21 @@
 """Networks of timm and torchvision: found by name, sized for the images, with the papers' settings for CIFAR."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import timm
 import torch
 import torchvision
 
-from vitprobe.models import create_model, describe_model
+from vitprobe.data import ImageData, Split
+from vitprobe.models import create_model, describe_model, model_cost
+from vitprobe.probes import feature_variance
+from vitprobe.training import Recipe, fit, load_snapshot
 from vitprobe.training.switches import set_stochastic_depth
 
 BASELINES = ("deit_ti", "deit_s", "deit_b", "pit_ti", "swin_ti", "twins_s", "levit_128s")
+SMALL_STAGES = ("pit_nano", "swin_nano", "pit_micro", "swin_micro")
 
 
 def parameters(name, **options):
@@ -52,6 +57,74 @@ def test_parameter_counts_of_the_docstrings():
     assert parameters("levit_128s", num_classes=1000, distilled=True) / 1e6 == pytest.approx(7.8, abs=0.05)
     published = parameters("twins_s", num_classes=1000, image_size=224, patch_size=4, window_size=7)
     assert published / 1e6 == pytest.approx(24, abs=0.5)
+
+
+def of_blocks(dims, depths):
+    """Parameters of blocks with two norms, biased attention and an MLP of twice the width."""
+    return sum(depth * (8 * dim**2 + 11 * dim) for dim, depth in zip(dims, depths, strict=True))
+
+
+def of_pit(dims, depths, patch, channels, tokens, classes):
+    """A PiT: patches, positions and class token, poolings of 3x3 places, the last norm, the classifier."""
+    embedding = (channels * patch**2 + 1 + tokens + 1) * dims[0]
+    pooling = sum(9 * to + to + (before + 1) * to for before, to in pairwise(dims))
+    return embedding + of_blocks(dims, depths) + pooling + 2 * dims[-1] + (dims[-1] + 1) * classes
+
+
+def of_swin(dims, depths, heads, patch, channels, classes):
+    """A Swin of windows of 4: patches and their norm, tables of biases, mergings, the last norm, the classifier."""
+    embedding = (channels * patch**2 + 1 + 2) * dims[0]
+    tables = sum(depth * 7 * 7 * each for depth, each in zip(depths, heads, strict=True))
+    merging = sum(4 * before * to + 2 * 4 * before for before, to in pairwise(dims))
+    return embedding + of_blocks(dims, depths) + tables + merging + 2 * dims[-1] + (dims[-1] + 1) * classes
+
+
+def test_parameter_counts_of_the_small_stages():
+    digits = dict(image_size=8, channels=1, num_classes=10)
+    assert parameters("pit_nano", **digits) == of_pit((32, 64), (2, 2), 2, 1, 7 * 7, 10)
+    assert parameters("swin_nano", **digits) == of_swin((32, 64), (2, 2), (2, 4), 1, 1, 10)
+    wide, deep = (48, 96, 192), (2, 2, 2)
+    assert parameters("pit_micro", num_classes=10) == of_pit(wide, deep, 4, 3, 15 * 15, 10)
+    assert parameters("swin_micro", num_classes=10) == of_swin(wide, deep, (2, 4, 8), 2, 3, 10)
+
+
+@pytest.mark.parametrize("name", SMALL_STAGES)
+def test_small_stages_cost_what_the_vit_of_their_size_costs(name):
+    size = 8 if name.endswith("_nano") else 32
+    vit = model_cost(f"vit_{name.partition('_')[2]}", image_size=size).multiply_adds
+    assert 0.5 * vit < model_cost(name, image_size=size).multiply_adds < 2 * vit
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [("pit_nano", (7, 4)), ("swin_nano", (8, 4)), ("pit_micro", (15, 8, 4)), ("swin_micro", (16, 8, 4))],
+)
+def test_units_and_stages_of_the_small_stages(name, sides):
+    size, channels = (8, 1) if name.endswith("_nano") else (32, 3)
+    model = create_model(name, image_size=size, channels=channels, seed=0)
+    found = feature_variance(model, torch.randn(4, channels, size, size), progress=False)
+    assert " ".join(found.kind.values) == "stem " + " subsample ".join(["msa mlp msa mlp"] * len(sides))
+    assert found.grid_h.values.tolist() == found.grid_w.values.tolist() == [side for side in sides for _ in range(5)]
+
+
+@pytest.mark.parametrize("name", SMALL_STAGES)
+def test_small_stages_train_and_their_snapshots_restore(name, tmp_path):
+    size, channels = (8, 1) if name.endswith("_nano") else (32, 3)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (8, channels, size, size), generator=generator, dtype=torch.uint8)
+    split = Split(images, torch.arange(8) % 2)
+    half = (0.5,) * channels
+    data = ImageData(spec="noise", name="noise", train=split, test=split, class_names=("a", "b"), mean=half, std=half)
+    model = create_model(name, image_size=size, channels=channels, num_classes=2, seed=0)
+    before = copy.deepcopy(model.state_dict())
+    recipe = Recipe(epochs=1, batch_size=8, warmup_epochs=0, weight_decay=0.0, channels_last=True, snapshots=(0, 1))
+    fit(model, data, recipe, folder=tmp_path, device="cpu", progress=False)
+    after = copy.deepcopy(model.state_dict())
+    moved = [key for key in before if not torch.equal(before[key], after[key])]
+    assert set(moved) == {key for key, _ in model.named_parameters()}  # one step of the optimizer moves them all
+    for epoch, weights in ((0, before), (1, after)):
+        load_snapshot(model, tmp_path, epoch)
+        assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", BASELINES)

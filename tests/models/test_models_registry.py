@@ -53,7 +53,7 @@ def test_unknown_option_lists_the_known():
         ("alternet_micro", dict(image_size=24), "window=4 does not divide maps of 12x12, 6x6; use window=3"),
         ("resnet", dict(blocks=(2, 0, 2, 2)), "every stage has at least 1 block"),
         ("resnet", dict(stem="small"), "stem is 'cifar' (3x3) or 'imagenet'"),
-        ("resnet", dict(smoothing="box"), "smoothing is 'none', 'blur' or 'tanh'"),
+        ("resnet", dict(smoothing="gauss"), "smoothing is 'none', 'box' (keeps the grid), 'blur'"),
         ("resnet", dict(groups=2), "for groups use bottleneck=4"),
         ("resnet_micro", dict(image_size=0), "one positive integer or (height, width), not 0"),
         ("resnet_micro", dict(image_size=(32,)), "one positive integer or (height, width), not (32,)"),

@@ -9,7 +9,7 @@ import xarray as xr
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from studies.park_kim.families import CLAIMS, SCALES, grid, headline, judge, learned, steps
+from studies.park_kim.families import CLAIMS, LOOKS, SCALES, family, grid, headline, judge, learned, steps
 from vitprobe.models import list_models
 from vitprobe.study import Settings
 
@@ -84,7 +84,23 @@ def test_other_families_are_reported_and_do_not_decide():
 def test_grids_name_models_that_exist(scale):
     runs = grid(Settings(scale=scale))
     assert {run.model for run in runs} <= set(list_models())
-    assert len({(run.model, run.recipe.seed) for run in runs}) == len(runs) == 5 * SCALES[scale][2]
+    assert len({(run.model, run.recipe.seed) for run in runs}) == len(runs) == 7 * SCALES[scale][2]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_scale_has_the_same_families_each_once(scale):
+    runs = grid(Settings(scale=scale, seeds=1))
+    assert sorted(family(run.model) for run in runs) == sorted(set(LOOKS) - {"mixer"})
+
+
+def test_families_of_names():
+    names = ["preact_resnet50", "resnet_micro", "resnext50", "alternet50_imagenet", "vit_ti_p2", "swin_ti", "convmixer"]
+    assert [family(name) for name in names] == ["resnet", "resnet", "resnext", "alternet", "vit", "swin", "convmixer"]
+
+
+def test_no_two_families_look_alike():
+    for attribute in ("label", "color", "marker"):
+        assert len({getattr(look, attribute) for look in LOOKS.values()}) == len(LOOKS)
 
 
 def test_data_by_name_keeps_the_sizes_of_the_scale_and_other_data_come_whole():

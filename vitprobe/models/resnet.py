@@ -112,20 +112,34 @@ class PostActivationBlock(nn.Module):
 
 
 class Smoothing(nn.Module):
-    """Park & Kim's spatial smoothing: a 2x2 box blur that keeps all positions, so that the grid grows by one.
+    """Park & Kim's spatial smoothing: a 2x2 box blur before a subsampling.
 
-    Zeros beyond the edges count. `bounded` puts `t tanh(x / t)`, `t` = 10, and a ReLU before it, the published form.
+    As published it keeps all positions, so that the grid grows by one, and zeros beyond the edges count; `bounded`
+    puts `t tanh(x / t)`, `t` = 10, and a ReLU before it. With `keeps_grid` it looks one row down and one column to the
+    right, and beyond the edges the last row and column are repeated: a constant map stays what it is, where zeros would
+    draw a frame around it, which is itself variance and high frequency.
     """
 
-    def __init__(self, *, bounded: bool) -> None:
+    def __init__(self, *, bounded: bool = False, keeps_grid: bool = False) -> None:
         super().__init__()
         self.bounded = bounded
+        self.keeps_grid = keeps_grid
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `(batch, channel, y, x)` to `(batch, channel, y + 1, x + 1)`."""
+        """Map `(batch, channel, y, x)` to `(batch, channel, y + 1, x + 1)`, or to the same shape."""
         if self.bounded:
             x = F.relu(10 * F.tanh(x / 10))
+        if self.keeps_grid:
+            return F.avg_pool2d(F.pad(x, (0, 1, 0, 1), mode="replicate"), 2, stride=1)
         return F.avg_pool2d(x, 2, stride=1, padding=1)
+
+
+# The options `smoothing` by name.
+SMOOTHINGS: dict[str, dict[str, bool]] = {
+    "box": {"keeps_grid": True},
+    "blur": {},
+    "tanh": {"bounded": True},
+}
 
 
 # Builds a block from its stage, its index in the stage, channels in and out, and stride.
@@ -164,7 +178,7 @@ def build_stages(
         stem_width: channels that come in.
         widths: output channels of each stage.
         blocks: blocks of each stage.
-        smoothing: `"none"`, or what ends every stage: `"blur"` or `"tanh"`, see `Smoothing`.
+        smoothing: `"none"`, or what ends every stage, one of `SMOOTHINGS`.
 
     Returns:
         The stages.
@@ -176,8 +190,11 @@ def build_stages(
         raise ValueError(f"widths={tuple(widths)} and blocks={tuple(blocks)} need one entry per stage each.")
     if min(blocks) < 1:
         raise ValueError(f"blocks={tuple(blocks)}: every stage has at least 1 block; leave out the others.")
-    if smoothing not in ("none", "blur", "tanh"):
-        raise ValueError(f"smoothing is 'none', 'blur' or 'tanh' (bounded, then blurred), not {smoothing!r}.")
+    if smoothing not in ("none", *SMOOTHINGS):
+        raise ValueError(
+            "smoothing is 'none', 'box' (keeps the grid), 'blur' (the grid grows by one) or 'tanh' (bounded, then "
+            f"blurred), not {smoothing!r}."
+        )
     stages: list[nn.Module] = []
     width = stem_width
     for stage, (out_width, count) in enumerate(zip(widths, blocks, strict=True)):
@@ -187,7 +204,7 @@ def build_stages(
             layers.append(block(stage, index, width, out_width, stride))
             width = out_width
         if smoothing != "none":
-            layers.append(Smoothing(bounded=smoothing == "tanh"))
+            layers.append(Smoothing(**SMOOTHINGS[smoothing]))
         stages.append(nn.Sequential(*layers))
     return nn.Sequential(*stages)
 
@@ -282,8 +299,9 @@ def preact_resnet(
         bottleneck: 1 for basic blocks, 4 for bottleneck blocks.
         stem_width: channels after the stem; the first stage's inner width unless given.
         stem: `"cifar"` (3x3, every position kept) or `"imagenet"` (7x7 with stride 2, 3x3 max-pooling with stride 2).
-        smoothing: `"none"`, `"blur"` or `"tanh"` at the end of every stage: before every subsampling and, as in the
-            published code, before the pooling; see `Smoothing`.
+        smoothing: `"none"`, or a 2x2 box blur at the end of every stage: before every subsampling and, as in the
+            published code, before the pooling. `"tanh"` is the published one, `"blur"` leaves out its tanh and ReLU,
+            `"box"` also keeps the grid; see `Smoothing`.
 
     Returns:
         The network.
@@ -332,8 +350,9 @@ def resnet(
         group_width: channels of a group in a block of inner width 64, as ResNeXt counts them.
         stem_width: channels after the stem; the first stage's inner width, without groups, unless given.
         stem: `"cifar"` (3x3, every position kept) or `"imagenet"` (7x7 with stride 2, 3x3 max-pooling with stride 2).
-        smoothing: `"none"`, `"blur"` or `"tanh"` at the end of every stage: before every subsampling and, as in the
-            published code, before the pooling; see `Smoothing`.
+        smoothing: `"none"`, or a 2x2 box blur at the end of every stage: before every subsampling and, as in the
+            published code, before the pooling. `"tanh"` is the published one, `"blur"` leaves out its tanh and ReLU,
+            `"box"` also keeps the grid; see `Smoothing`.
 
     Returns:
         The network.
