@@ -1,19 +1,22 @@
-"""Eigenvalues of the loss's Hessian during training: negative ones, and large ones (Park & Kim 2022, Fig. 1b, 4, 12c).
+"""Eigenvalues of the loss's Hessian during training: how many are negative, and how large (Park & Kim 2022, Fig. 4).
 
 Claims     E3: at the end of warm-up a ViT has more negative eigenvalues than a ResNet. E5: its positive ones are
            smaller, then and later. E21, its part on curvature: AlterNet's positive eigenvalues are smaller than those
-           of the convolutional network, and few are negative. Published for ViT-Ti, ResNet-50 and Alter-ResNet-50 on
-           CIFAR-100.
+           of the convolutional network, and few are negative. E13: at the end of warm-up a PiT, which has stages, has
+           fewer negative ones than a ViT, and the positive ones of a Swin, whose attention sees windows, are smaller
+           than the ViT's. Published for ResNet-50, ViT-Ti, Alter-ResNet-50, PiT-Ti and Swin-Ti on CIFAR-100 (Fig. 1b,
+           4, 12c and C.4b).
 Command    vitprobe run park_kim/spectra                     digits; shares its trained networks with park_kim/fourier
            vitprobe run park_kim/spectra --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/spectra --scale paper --device cuda
 Cost       beside the training, at the quick scale 0.6 to 0.8 s of one core for a batch (8x8 images; measured on a ViT
-           and on untrained networks): by that four to five minutes for the 384 of 12 networks at four epochs, not
-           measured as a whole. cpu and paper were not measured.
+           and on untrained networks, not on a PiT and a Swin): by that four minutes, not measured as a whole. cpu:
+           7 s for a batch of resnet_micro, so about half an hour; paper was not measured.
 Protocol   The five eigenvalues of largest magnitude of each batch of 16 training images, augmented, mixed and smoothed
            as in the training, weight decay counted as |w|^2 / 2 times its coefficient; the batches are drawn once and
            are the same for all networks and epochs. Each eigenvalue is stored with its residual. NEP is the share of
            negative ones, APE the mean of the positive ones, from the eigenvalues and not from a smoothed density.
+           ResNet and ViT are measured all along, the others, of which no more is claimed, at the end of warm-up.
            ConvMixer is left out: no claim is about it, and its nearly equal eigenvalues take several times the work.
 Rule       Set when four batches of one trained ViT of the quick scale (no negative eigenvalue) and of the untrained
            networks had been seen, and before any two trained networks were compared. Seeds are the units, the batches
@@ -23,15 +26,19 @@ Rule       Set when four batches of one trained ViT of the quick scale (no negat
            and of the ViT (0.07); before that ViT was seen, it was a NEP below the ViT's own. Supported if the 95 % t
            interval over seeds lies wholly on the claimed side of zero, or of 0.05, contradicted if wholly on the other.
            A network that did not learn its task in the end (45 % of ten classes) is no evidence.
+           E13, set before any PiT or Swin had been measured: at the end of warm-up NEP of the PiT less that of the ViT,
+           and log2 of APE of the Swin over that of the ViT, both below zero; both decide. PiT and ViT also differ in
+           overlapping patches, and the small ones in their end: the PiT has a class token, and the ViT averages, which
+           is itself said to suppress negative eigenvalues (E7).
            The small AlterNets have the blocks of the small ResNets, so that these are their convolutional network; at
            the paper scale it is Alter-ResNet-50 without attention (28.2 million parameters, AlterNet has 33.0).
-Expected   as published: E3, E5 and E21 supported. The small ViTs have another training than the published one, which
-           the sign of eigenvalues may depend on.
+Expected   as published: E3, E5, E13 and E21 supported. The small ViTs have another training than the published one,
+           which the sign of eigenvalues may depend on.
            The shared networks reach the accuracy that families.SCALES["cpu"]'s recipe gave, mean of seeds 0 to 2:
-           67.8 % AlterNet, 60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT.
+           67.8 % AlterNet, 60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT; PiT and Swin have not been
+           trained by it.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,32 +49,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from studies.park_kim.families import CLAIMS, if_learned
+from studies.park_kim.eigenvalues import STATISTICS, eigenvalues, log2_ratio, measured_epochs
+from studies.park_kim.families import CLAIMS, LOOKS, Look, family, if_learned
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Claim, Verdict, combine, decide
-from vitprobe.figures.page import GREY, PAGE_WIDTH, PALETTE, interval, style
-from vitprobe.probes import hessian_eigenvalues
+from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
 from vitprobe.published import park_kim_2022
 from vitprobe.results import to_json
 from vitprobe.runs import Run, trained
 from vitprobe.study import Settings, Study, main
-from vitprobe.training import TrainingBatches
 
-BATCH_SIZE, RANKS = 16, 5
-BATCHES = {"smoke": 2, "quick": 8, "cpu": 16}  # the paper's own: a tenth of the training images
-FAMILIES = {"preact": "ResNet", "resnet": "ResNet", "vit": "ViT", "convit": "ConViT", "alternet": "AlterNet"}
+FAMILIES = ("resnet", "vit", "alternet", "convit", "pit", "swin")
 BARE = "AlterNet without attention"
-COLORS = dict(zip(("ResNet", "ViT", "AlterNet", "ConViT", BARE), PALETTE, strict=False))
-STATISTICS = {
-    "nep": ("share of negative eigenvalues", "1"),
-    "ape": ("mean of the positive eigenvalues", "nats"),
-}
+SHOWN = {LOOKS[name].label: LOOKS[name] for name in FAMILIES} | {BARE: Look(BARE, GREY, ">")}
 FEW = 0.05  # NEP below which negative eigenvalues are few
 
 
 def grid(settings: Settings) -> list[Run]:
     """The families but ConvMixer, seed by seed; at the paper scale also AlterNet's blocks without attention."""
-    runs = [run for run in families_grid(settings) if not run.model.startswith("convmixer")]
+    runs = [run for run in families_grid(settings) if family(run.model) in FAMILIES]
     if settings.scale != "paper":
         return runs
     bare = {"attentions": (0, 0, 0, 0)}
@@ -78,61 +78,42 @@ def grid(settings: Settings) -> list[Run]:
 
 def family_of(run: Run) -> str:
     """The family of a run's network, as papers write it."""
-    return BARE if run.options else FAMILIES[run.model.partition("_")[0].rstrip("0123456789")]
+    return BARE if run.options else LOOKS[family(run.model)].label
 
 
-def measured_epochs(run: Run) -> list[int]:
-    """The snapshots from the end of warm-up on; the first of them is what Fig. 4 is of."""
-    return [epoch for epoch in run.recipe.snapshots if epoch >= max(run.recipe.warmup_epochs, 1)]
+def epochs_of(run: Run) -> list[int]:
+    """When a network is measured: the published families all along, the others at the end of warm-up."""
+    epochs = measured_epochs(run)
+    return epochs if family(run.model) in ("resnet", "vit") else epochs[:1]
 
 
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Eigenvalues of one network at its snapshots `(epoch, batch, rank)`, on the same batches."""
     result = trained(run, cache=settings.cache, device=settings.device)
-    images = len(result.data.train.labels)
-    batches = TrainingBatches(
-        result.data,
-        run.recipe,
-        batch_size=BATCH_SIZE,
-        share=min(1.0, BATCHES[settings.scale] * BATCH_SIZE / images) if settings.scale in BATCHES else 0.1,
-        seed=0,  # and not the run's: all networks see the same batches
-    )
-    spectra = {
-        epoch: hessian_eigenvalues(
-            result.at(epoch),
-            batches,
-            k=RANKS,
-            weight_decay=run.recipe.weight_decay,
-            stack=4 if settings.scale in ("smoke", "quick") else 1,
-            progress=False,
-        )
-        for epoch in measured_epochs(run)
-    }
+    spectra = {epoch: eigenvalues(result, epoch, settings) for epoch in epochs_of(run)}
     last = result.history.isel(epoch=-1)
-    return along_epochs(spectra).assign_attrs(
-        probe="hessian_spectra",
-        family=family_of(run),
-        warmup_end=measured_epochs(run)[0],
-        batches_seed=0,
-        seed=run.recipe.seed,
-        accuracy=100 * float(last.test_accuracy),
-        accuracy_se=100 * float(np.sqrt(last.test_accuracy * (1 - last.test_accuracy) / len(result.data.test.labels))),
-        test_loss=float(last.test_loss),
-        data=run.data.spec.partition(":")[0],
-        classes=result.data.num_classes,
-        run_config=to_json(run.config()),
+    # Not-a-number where a network is not measured.
+    return (
+        along_epochs(spectra)
+        .reindex(epoch=measured_epochs(run))
+        .assign_attrs(
+            probe="hessian_spectra",
+            family=family_of(run),
+            warmup_end=measured_epochs(run)[0],
+            seed=run.recipe.seed,
+            accuracy=100 * float(last.test_accuracy),
+            accuracy_se=100
+            * float(np.sqrt(last.test_accuracy * (1 - last.test_accuracy) / len(result.data.test.labels))),
+            test_loss=float(last.test_loss),
+            data=run.data.spec.partition(":")[0],
+            classes=result.data.num_classes,
+            run_config=to_json(run.config()),
+        )
     )
 
 
 def along_epochs(spectra: dict[int, xr.Dataset]) -> xr.Dataset:
-    """Spectra of one network at several epochs as one dataset; NEP and APE become variables `(epoch,)`.
-
-    Args:
-        spectra: datasets of `hessian_eigenvalues` by epoch, of the same batches.
-
-    Returns:
-        The variables with `epoch` before their dimensions, and `nep`, `nep_low`, `nep_high` and so on.
-    """
+    """Spectra of one network at several epochs, of the same batches, with `epoch` before their dimensions."""
     ds = xr.concat(
         [part.assign_coords(epoch=epoch) for epoch, part in spectra.items()],
         dim="epoch",
@@ -143,11 +124,6 @@ def along_epochs(spectra: dict[int, xr.Dataset]) -> xr.Dataset:
         combine_attrs="override",
     )
     ds["epoch"].attrs = {"long_name": "epochs of training", "units": "1"}
-    for name, (long_name, units) in STATISTICS.items():
-        for ending, words in {"": "", "_low": ", lower end over batches", "_high": ", upper end over batches"}.items():
-            values = [part.attrs[name + ending] for part in spectra.values()]
-            ds[name + ending] = ("epoch", values, {"long_name": long_name + words, "units": units})
-            del ds.attrs[name + ending]
     return ds
 
 
@@ -193,12 +169,6 @@ def few(ds: xr.Dataset, claim: Claim, family: str, epoch: int) -> Verdict:
     return _if_learned(verdict, ds, [family])
 
 
-def log2_ratio(one: float, other: float) -> float:
-    """How many doublings the one is above the other, both kept from zero (no positive eigenvalue at all)."""
-    tiny = float(np.finfo(np.float32).tiny)
-    return math.log2(max(one, tiny) / max(other, tiny))
-
-
 def _if_learned(verdict: Verdict, ds: xr.Dataset, families: Sequence[str]) -> Verdict:
     return if_learned(verdict, ds.isel(run=np.flatnonzero(np.isin(ds.family, families))))
 
@@ -208,12 +178,18 @@ def _mean(values: dict[int, float]) -> str:
 
 
 def verdicts(ds: xr.Dataset) -> list[Verdict]:
-    """E3, E5 at every epoch, and the curvature of E21."""
+    """E3, E5 at every epoch, E13, and the curvature of E21."""
     warmup, *later = ds.epoch.values.astype(int).tolist()
     e3 = compare(ds, CLAIMS["E3"], "nep", "ViT", "ResNet", warmup, above=True)
     parts = [
         compare(ds, _part("E5", f"epoch {epoch}"), "ape", "ViT", "ResNet", epoch, above=False)
         for epoch in (warmup, *later)
+    ]
+    stages = replace(_part("E13", "NEP"), statement="Several stages suppress negative eigenvalues")
+    windows = replace(_part("E13", "APE"), statement="Attention in windows shrinks positive eigenvalues")
+    e13 = [
+        compare(ds, stages, "nep", "PiT", "ViT", warmup, above=False),
+        compare(ds, windows, "ape", "Swin", "ViT", warmup, above=False),
     ]
     plain = BARE if (ds.family == BARE).any() else "ResNet"
     e21 = [
@@ -222,7 +198,12 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     ]
     whole = _part("E21", "curvature")
     whole = replace(whole, statement="AlterNet has a flatter loss than the convolutional network, few negatives")
-    return [e3, combine(CLAIMS["E5"], parts), *parts, combine(whole, e21), *e21]
+    return [
+        e3,
+        *(combine(CLAIMS["E5"], parts), *parts),
+        *(combine(CLAIMS["E13"], e13), *e13),
+        *(combine(whole, e21), *e21),
+    ]
 
 
 def _part(claim: str, words: str) -> Claim:
@@ -242,7 +223,7 @@ def published() -> dict[str, dict[str, float]]:
 
 def draw(ds: xr.Dataset) -> Figure:
     """Above: eigenvalues at the end of warm-up by family. Below: NEP and APE in training, and the published ones."""
-    families = [name for name in COLORS if (ds.family == name).any()]
+    families = [name for name in SHOWN if (ds.family == name).any()]
     with style():
         figure = Figure(figsize=(PAGE_WIDTH, 5.0), layout="constrained")
         axes = figure.subplots(2, 2)
@@ -255,7 +236,10 @@ def draw(ds: xr.Dataset) -> Figure:
         for ax, name in zip(axes[1], STATISTICS, strict=True):
             _over_training(ax, ds, name, families)
         axes[1, 1].set_yscale("log")
-        handles = [Line2D([], [], color=COLORS[name], label=name) for name in families]
+        handles = [
+            Line2D([], [], color=SHOWN[name].color, marker=SHOWN[name].marker, markersize=4, label=name)
+            for name in families
+        ]
         handles.append(
             Line2D([], [], color=GREY, marker="*", markerfacecolor="white", linestyle="", label="published, CIFAR-100")
         )
@@ -286,8 +270,7 @@ def _densities(axes: Sequence[Axes], spectra: dict[str, np.ndarray]) -> None:
             side = np.log10(np.abs(values[sign * values > 0]))
             density = np.histogram(side, edges)[0] / (len(values) * np.diff(edges))
             top = max(top, density.max())
-            ax.stairs(density, 10**edges, color=COLORS[name], linewidth=1.0)
-            ax.stairs(density, 10**edges, color=COLORS[name], alpha=0.12, fill=True)
+            ax.stairs(density, 10**edges, color=SHOWN[name].color, linewidth=1.0)
         ax.set(xscale="log", xlabel="magnitude of the eigenvalue [nats]", ylabel="density [1/decade]")
         ax.set_xlim(10**low, 10 ** edges[-1])
     axes[0].invert_xaxis()
@@ -300,7 +283,7 @@ def _over_training(ax: Axes, ds: xr.Dataset, variable: str, families: Sequence[s
     epochs = ds.epoch.values.astype(float)
     reach = np.ptp(epochs) or 1.0
     for place, name in enumerate(families):
-        runs = ds.isel(run=np.flatnonzero(ds.family == name))
+        look, runs = SHOWN[name], ds.isel(run=np.flatnonzero(ds.family == name))
         values = runs[variable].transpose("run", "epoch").values
         x = epochs + 0.012 * reach * (place - (len(families) - 1) / 2)
         mean, half_width = interval(values)
@@ -309,13 +292,12 @@ def _over_training(ax: Axes, ds: xr.Dataset, variable: str, families: Sequence[s
             ends = [runs[f"{variable}_{end}"].values[0] for end in ("low", "high")]
             bars = np.stack([mean - ends[0], ends[1] - mean]).clip(0)
         else:
-            ax.plot(x, values.T, color=COLORS[name], linewidth=0.5, alpha=0.45)
+            ax.plot(x, values.T, color=look.color, linewidth=0.5, alpha=0.45)
         bars[0] = np.minimum(bars[0], mean if variable == "nep" else 0.9 * mean)  # a share or a mean of positive ones
-        ax.errorbar(x, mean, bars, color=COLORS[name], marker="o", markersize=3, elinewidth=0.8)
+        ax.errorbar(x, mean, bars, color=look.color, marker=look.marker, markersize=3.5, elinewidth=0.8)
         if name in (known := published()):
-            ax.plot(
-                x[0], known[name][variable], "*", color=COLORS[name], markerfacecolor="white", markersize=8, zorder=5
-            )
+            value = known[name][variable]
+            ax.plot(x[0], value, "*", color=look.color, markerfacecolor="white", markersize=8, zorder=5)
     long_name, units = STATISTICS[variable]
     ax.set(xlabel="epochs of training", ylabel=f"{variable.upper()} [{units}]", title=long_name)
     ax.set_xticks(ds.epoch.values)
@@ -323,7 +305,7 @@ def _over_training(ax: Axes, ds: xr.Dataset, variable: str, families: Sequence[s
 
 STUDY = Study(
     name="park_kim/spectra",
-    title="Hessian eigenvalues of four families of networks during training",
+    title="Hessian eigenvalues of six families of networks during training",
     grid=grid,
     measure=measure,
     draw=draw,

@@ -45,22 +45,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from studies.park_kim import calibration
+from studies.park_kim.eigenvalues import BATCH_SIZE, eigenvalues, log2_ratio, measured_epochs
 from studies.park_kim.families import CLAIMS, LOOKS, family, if_learned
 from studies.park_kim.families import grid as families_grid
 from studies.park_kim.outcomes import part
-from studies.park_kim.spectra import BATCH_SIZE, RANKS, STATISTICS, log2_ratio
 from vitprobe.claims import Verdict, combine, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
-from vitprobe.probes import hessian_eigenvalues
 from vitprobe.published import park_kim_2022
 from vitprobe.results import to_json
 from vitprobe.runs import Run, load, trained
 from vitprobe.study import Settings, Study, main
-from vitprobe.training import TrainingBatches
 
 FRACTION = 0.06
 HEADS = 3  # of the ViT of every scale
-BATCHES = {"smoke": 2, "quick": 8, "cpu": 8}  # the paper's own: a tenth of the training images
 VIT, CLASS_TOKEN, FEW_DATA, FEW_DATA_LONG = "ViT", "class token", "6 % of the data", "6 %, as many images seen"
 LARGE, OTHER, RESNET, RESNET_OTHER = "twice as wide", "other augmentation", "ResNet", "ResNet, other augmentation"
 BEGUN = 1.5  # times the accuracy of chance
@@ -140,38 +137,14 @@ def grid(settings: Settings) -> list[Run]:
     return [run for _, run in named(settings)]
 
 
-def warmup_end(run: Run) -> int:
-    """The snapshot at the end of warm-up; where both are stretched, they need not be whole epochs."""
-    return min((epoch for epoch in run.recipe.snapshots if epoch), key=lambda e: abs(e - run.recipe.warmup_epochs))
-
-
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Eigenvalues of one network at the end of its warm-up `(batch, rank)`, on batches of its own training."""
     name = next(name for name, other in named(settings) if other == run)
-    epoch = warmup_end(run)
+    epoch = measured_epochs(run)[0]
     # Whole only where the accuracy in the end is wanted: that of the ViT with both classifiers.
     whole = name in (VIT, CLASS_TOKEN)
     result = trained(run, cache=settings.cache, until=None if whole else epoch, device=settings.device)
-    images = len(result.data.train)
-    ds = hessian_eigenvalues(
-        result.at(epoch),
-        TrainingBatches(
-            result.data,
-            run.recipe,
-            batch_size=BATCH_SIZE,
-            share=min(1.0, BATCHES[settings.scale] * BATCH_SIZE / images) if settings.scale in BATCHES else 0.1,
-            seed=0,  # and not the run's: networks of equal data and augmentation see the same batches
-        ),
-        k=RANKS,
-        weight_decay=run.recipe.weight_decay,
-        stack=4 if settings.scale in ("smoke", "quick") else 1,
-        progress=False,
-    )
-    statistics = {
-        statistic + ending: ((), ds.attrs.pop(statistic + ending), {"long_name": text + of, "units": units})
-        for statistic, (text, units) in STATISTICS.items()
-        for ending, of in {"": "", "_low": ", lower end over batches", "_high": ", upper end over batches"}.items()
-    }
+    ds = eigenvalues(result, epoch, settings)
     at_warmup = result.history.sel(epoch=epoch)
     accuracy = 100 * float(result.history.test_accuracy[-1]) if whole else np.nan
     sizes, options = SIZES[settings.scale], run.options
@@ -180,27 +153,21 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
         "seed": (run.recipe.seed, "seed of the run", "1"),
         "accuracy": (accuracy, "test accuracy in the end, where it was trained to its end", "%"),
         "warmup_accuracy": (100 * float(at_warmup.test_accuracy), "test accuracy at the end of warm-up", "%"),
-        "train_images": (images, "number of training images", "1"),
+        "train_images": (len(result.data.train), "number of training images", "1"),
         "epoch": (epoch, "epochs of training at the end of warm-up", "1"),
         "strong": (int(run.recipe.mixup > 0), "1: strong augmentation, 0: weak", "1"),
         "patch_size": (options.get("patch_size", sizes.patch), "side of a patch of the ViT", "px"),
         "heads": (options.get("heads", HEADS), "number of heads of the ViT", "1"),
         "head_width": (options.get("head_dim", sizes.dim // HEADS), "channels of a head of the ViT", "1"),
     }
-    return (
-        ds
-        .assign(statistics)
-        .assign_coords({
-            label: ((), value, {"long_name": text} | ({"units": units} if units else {}))
-            for label, (value, text, units) in labels.items()
-        })
-        .assign_attrs(
-            probe="hessian_warmup",
-            batches_seed=0,
-            data=run.data.spec.partition(":")[0],
-            classes=result.data.num_classes,
-            run_config=to_json(run.config()),
-        )
+    return ds.assign_coords({
+        label: ((), value, {"long_name": text} | ({"units": units} if units else {}))
+        for label, (value, text, units) in labels.items()
+    }).assign_attrs(
+        probe="hessian_warmup",
+        data=run.data.spec.partition(":")[0],
+        classes=result.data.num_classes,
+        run_config=to_json(run.config()),
     )
 
 

@@ -1,0 +1,75 @@
+"""What the studies of the Hessian share: the paper's eigenvalues of a network at an epoch, with NEP and APE."""
+
+import math
+
+import numpy as np
+import xarray as xr
+
+from vitprobe.probes import hessian_eigenvalues
+from vitprobe.runs import Run, Trained
+from vitprobe.study import Settings
+from vitprobe.training import TrainingBatches
+
+BATCH_SIZE, RANKS = 16, 5
+BATCHES = {"smoke": 1, "quick": 8, "cpu": 8}  # the paper's own: a tenth of the training images
+# Hessian-vector products to spend on a batch: smoke only shows that everything runs.
+PRODUCTS = {"smoke": 20}
+STATISTICS = {
+    "nep": ("share of negative eigenvalues", "1"),
+    "ape": ("mean of the positive eigenvalues", "nats"),
+}
+_ENDS = {"": "", "_low": ", lower end over batches", "_high": ", upper end over batches"}
+
+
+def eigenvalues(result: Trained, epoch: int, settings: Settings) -> xr.Dataset:
+    """The five eigenvalues of largest magnitude of each batch of 16 training images, by the paper's protocol.
+
+    The images are augmented, mixed and smoothed as in the network's own training, and weight decay counts as
+    |w|^2 / 2 times its coefficient. The batches are drawn from one seed: networks of equal data and augmentation see
+    the same ones.
+
+    Args:
+        result: the trained network.
+        epoch: which of its snapshots.
+        settings: of the study; the scale says how many batches.
+
+    Returns:
+        As `hessian_eigenvalues`; `nep` and `ape` with their intervals over batches are variables.
+    """
+    run, images = result.run, len(result.data.train)
+    few = BATCHES.get(settings.scale)
+    ds = hessian_eigenvalues(
+        result.at(epoch),
+        TrainingBatches(
+            result.data,
+            run.recipe,
+            batch_size=BATCH_SIZE,
+            share=min(1.0, few * BATCH_SIZE / images) if few else 0.1,
+            seed=0,
+        ),
+        k=RANKS,
+        max_products=PRODUCTS.get(settings.scale, 200),
+        weight_decay=run.recipe.weight_decay,
+        stack=4 if settings.scale in ("smoke", "quick") else 1,
+        progress=False,
+    )
+    numbers = {
+        name + end: ((), ds.attrs.pop(name + end), {"long_name": text + of_end, "units": units})
+        for name, (text, units) in STATISTICS.items()
+        for end, of_end in _ENDS.items()
+    }
+    return ds.assign(numbers).assign_attrs(batches_seed=0)
+
+
+def measured_epochs(run: Run) -> list[int]:
+    """The snapshots from the end of warm-up on; the first of them is what the paper's Fig. 4 is of."""
+    kept = [epoch for epoch in run.recipe.snapshots if epoch]
+    # Where both are stretched, the end of warm-up need not be a whole epoch.
+    first = min(kept, key=lambda epoch: abs(epoch - run.recipe.warmup_epochs))
+    return [epoch for epoch in kept if epoch >= first]
+
+
+def log2_ratio(one: float, other: float) -> float:
+    """How many doublings the one is above the other, both kept from zero (no positive eigenvalue at all)."""
+    tiny = float(np.finfo(np.float32).tiny)
+    return math.log2(max(one, tiny) / max(other, tiny))
