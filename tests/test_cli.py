@@ -134,6 +134,69 @@ def test_train_probe_show(tmp_path, capsys):
         assert (tmp_path / f"out/mine_{name}.png").stat().st_size > 5_000
 
 
+BARS = """
+import numpy as np
+import xarray as xr
+from matplotlib.figure import Figure
+from vitprobe.results import provenance
+from vitprobe.runs import Run
+from vitprobe.study import Study
+
+def measure(run, settings):
+    values = np.random.default_rng(run.recipe.seed).normal(size=3)
+    coords = {"layer": np.arange(3)}
+    ds = xr.Dataset({"value": ("layer", values, {"long_name": "a value", "units": "1"})}, coords)
+    return ds.assign_attrs(provenance(title="Bars", config=run.config()))
+
+def draw(ds):
+    figure = Figure()
+    figure.subplots().bar(ds.layer.values, ds.value.mean("run").values)
+    figure.suptitle(f"{ds.sizes['run']} runs of {ds.attrs['study']}")
+    return figure
+
+STUDY = Study(
+    name="toys/bars", title="Bars", grid=lambda settings: [Run(model="vit_nano"), Run(model="resnet_nano")],
+    measure=measure, draw=draw, verdicts=lambda ds: [],
+)
+"""
+
+
+def test_show_draws_a_study_as_the_study_did(tmp_path, monkeypatch, capsys):
+    from concurrent.futures import Future
+
+    from matplotlib.figure import Figure
+    from matplotlib.image import imread
+
+    from vitprobe.figures import FIGURES
+    from vitprobe.study import Settings, run_study
+
+    class Here:
+        def submit(self, function, *arguments):
+            future = Future()
+            future.set_result(function(*arguments))
+            return future
+
+    script = tmp_path / "root" / "studies" / "toys" / "bars.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(BARS)
+    monkeypatch.setattr(cli, "studies_root", lambda: tmp_path / "root")
+    file = run_study(cli.find_study("toys/bars"), Settings(scale="smoke"), executor=Here())
+    assert call("show", str(file), "-o", "again.png") == 0
+    np.testing.assert_array_equal(imread("again.png"), imread(file.with_suffix(".png")))
+
+    # Where the study is not, there is its probe's figure, or a sentence.
+    ds = vp.load(file)
+    monkeypatch.setattr(cli, "studies_root", lambda: tmp_path / "nothing")
+    capsys.readouterr()
+    assert call("show", str(file), "-o", "gone.png") == 2
+    assert "is of the study toys/bars, which is not here" in capsys.readouterr().err
+    seen = []
+    monkeypatch.setitem(FIGURES, "bars", lambda shown: seen.append(shown) or Figure())
+    vp.save(ds.assign_attrs(probe="bars"), "probed.nc")
+    assert call("show", "probed.nc") == 0
+    assert seen[0].attrs["study"] == "toys/bars" and (tmp_path / "probed.png").is_file()
+
+
 def test_probe_the_loss_and_go_on(tmp_path, capsys):
     arguments = ["probe", "vit_nano", "--images", "20", "--batch-size", "8", "-o", "h.nc"]
     arguments += ["--probes", "feature_variance,hessian_eigenvalues,loss_landscape"]

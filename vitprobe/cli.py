@@ -388,16 +388,27 @@ def show(
     file: Annotated[Positional[Path], arg(metavar="FILE")],
     output: Annotated[Path | None, arg(aliases=["-o"])] = None,
 ) -> None:
-    """Draw a netCDF file of vitprobe as a PNG beside it.
+    """Draw a netCDF file of vitprobe as a PNG beside it: a study's as the study draws it.
 
     Args:
         file: what a study or a probe saved.
         output: the PNG; the file's name with .png unless given.
     """
-    from vitprobe.figures import draw, save_figure
+    from vitprobe.figures import FIGURES, draw, save_figure
     from vitprobe.results import load
 
-    print(save_figure(draw(load(file)), output or file.with_suffix(".png")))
+    ds = load(file)
+    study = ds.attrs.get("study", "")
+    if study in list_studies():
+        figure = find_study(study).draw(ds)
+    elif study and ds.attrs.get("probe") not in FIGURES:
+        raise ValueError(
+            f"{file} is of the study {study}, which is not here (vitprobe list studies), and of no single probe: run "
+            "the study's script again, which repeats no measurement and draws."
+        )
+    else:
+        figure = draw(ds)
+    print(save_figure(figure, output or file.with_suffix(".png")))
 
 
 def report(
