@@ -2,12 +2,13 @@
 
 Claim      E6: the loss surface around a trained ViT is flatter than around a trained ResNet. Published for ViT-Ti and
            ResNet-50 on CIFAR-100, from one pair of directions, as cross entropy plus 0.05 times the sum of the lengths
-           of the weight tensors, of which the second makes most of the difference.
+           of the weight tensors, of which the second makes most of the difference. AlterNet, PiT and Swin (Fig. C.4a,
+           whose values are not known) are drawn and reported beside them.
 Command    vitprobe run park_kim/landscape                   digits; shares its trained networks with park_kim/fourier
            vitprobe run park_kim/landscape --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/landscape --scale paper --device cuda
 Cost       beside the training, not measured at any scale as a whole. Quick: 242 cells of 320 images of 8x8 for each of
-           nine networks, and as many again for those with batch norm.
+           15 networks, and as many again for those with batch norm.
 Protocol   Planes of random directions, normalised filter by filter as Li et al. 2018 (the published normalisation runs
            over another axis). The images are training images, augmented, mixed and smoothed as in the training, drawn
            once: the same for all cells, networks and directions (common random numbers). Cross entropy and weight
@@ -16,11 +17,13 @@ Protocol   Planes of random directions, normalised filter by filter as Li et al.
 Rule       Set before anything was measured. Of each seed log2 of the rise of the cross entropy at distance 1 (mean
            over the ring of cells), mean over pairs of directions: ResNet less ViT. Supported if the 95 % t interval
            over seeds lies wholly above zero, contradicted if wholly below. The same is said of the rise with
-           re-estimated batch norm, and of the published weight term alone; they do not decide. A network that did not
+           re-estimated batch norm, of the published weight term alone, and of the rise around PiT and Swin in the
+           place of the ViT; they do not decide. A network that did not
            learn its task (45 % of ten classes), or around which the loss does not rise, is no evidence.
 Expected   as published: 2.6 nats for the ViT and 3.7 for the ResNet, which is 0.51 doublings.
            The shared networks reach the accuracy that families.SCALES["cpu"]'s recipe gave, mean of seeds 0 to 2:
-           67.8 % AlterNet, 60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT.
+           67.8 % AlterNet, 60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT; PiT and Swin have not been
+           trained by it.
 """
 
 import sys
@@ -34,11 +37,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
-from studies.park_kim.families import CLAIMS, learned
+from studies.park_kim.families import CLAIMS, LOOKS, family, learned
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Claim, Verdict, decide
 from vitprobe.figures.loss_landscape import PUBLISHED_WEIGHT
-from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, VERMILION, interval, style
+from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
 from vitprobe.probes import loss_landscape
 from vitprobe.results import to_json
 from vitprobe.runs import Run, trained
@@ -48,8 +51,8 @@ from vitprobe.training import TrainingBatches
 # scale: images, pairs of directions, cells along each
 SIZES = {"smoke": (16, 1, 5), "quick": (320, 2, 11), "cpu": (512, 5, 11), "paper": (5000, 5, 21)}
 BATCH_SIZE = 96  # the published one
-FAMILIES = {"preact": "ResNet", "resnet": "ResNet", "vit": "ViT", "alternet": "AlterNet"}
-COLORS = {"ResNet": BLUE, "ViT": VERMILION, "AlterNet": "#009E73"}
+FAMILIES = ("resnet", "vit", "alternet", "pit", "swin")
+SHOWN = {LOOKS[name].label: LOOKS[name] for name in FAMILIES}
 # Mean rise of the cross entropy over rings of finite cells of the grids in the authors' repository [nats].
 PUBLISHED = {"ResNet": {0.5: 3.11, 0.8: 3.70, 1.0: 3.71}, "ViT": {0.5: 2.03, 0.8: 2.48, 1.0: 2.61}}
 PANELS = {
@@ -60,12 +63,8 @@ PANELS = {
 
 
 def grid(settings: Settings) -> list[Run]:
-    """ResNet, ViT and AlterNet, seed by seed."""
-    return [run for run in families_grid(settings) if _stem(run.model) in FAMILIES]
-
-
-def _stem(model: str) -> str:
-    return model.partition("_")[0].rstrip("0123456789")
+    """ResNet, ViT, AlterNet, PiT and Swin, seed by seed."""
+    return [run for run in families_grid(settings) if family(run.model) in FAMILIES]
 
 
 def measure(run: Run, settings: Settings) -> xr.Dataset:
@@ -92,7 +91,7 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
     return ds.assign_attrs(
         probe="loss_landscapes",
         batch_norm="kept; variables that end in _reestimated: re-estimated",
-        family=FAMILIES[_stem(run.model)],
+        family=LOOKS[family(run.model)].label,
         batches_seed=0,
         seed=run.recipe.seed,
         network_accuracy=100 * float(last.test_accuracy),
@@ -137,15 +136,20 @@ def seed_values(ds: xr.Dataset, family: str, variable: str) -> dict[int, float]:
     return dict(zip(seeds.tolist(), values.tolist(), strict=True))
 
 
-def compare(ds: xr.Dataset, claim: Claim, variable: str) -> Verdict:
-    """The verdict on the ResNet's rise being the larger one."""
-    resnet, vit = (seed_values(ds, family, variable) for family in ("ResNet", "ViT"))
-    values = [resnet[seed] - vit[seed] for seed in resnet if seed in vit]
+def compare(ds: xr.Dataset, claim: Claim, variable: str, other: str = "ViT") -> Verdict:
+    """The verdict on the ResNet's rise being larger than another family's.
+
+    Args:
+        ds: stacked runs.
+        claim: what is said.
+        variable: whose rise.
+        other: the other family.
+    """
+    pair = {name: seed_values(ds, name, variable) for name in ("ResNet", other)}
+    values = [pair["ResNet"][seed] - pair[other][seed] for seed in pair["ResNet"] if seed in pair[other]]
     finite = [value for value in values if np.isfinite(value)]
-    runs = ds.isel(run=np.flatnonzero(np.isin(ds.family, ["ResNet", "ViT"])))
-    detail = "; ".join(
-        f"{family} {2 ** np.mean(list(each.values())):.3g} nats" for family, each in (("ResNet", resnet), ("ViT", vit))
-    )
+    runs = ds.isel(run=np.flatnonzero(np.isin(ds.family, list(pair))))
+    detail = "; ".join(f"{name} {2 ** np.mean(list(each.values())):.3g} nats" for name, each in pair.items())
     verdict = decide(claim, finite or [0.0], threshold=0.0, detail=f"geometric means at radius 1: {detail}")
     reason = ""
     if len(finite) < len(values):
@@ -158,14 +162,27 @@ def compare(ds: xr.Dataset, claim: Claim, variable: str) -> Verdict:
 
 
 def verdicts(ds: xr.Dataset) -> list[Verdict]:
-    """E6 from the cross entropy; with batch norm re-estimated, and of the weight term alone, beside it."""
+    """E6 from the cross entropy; beside it with batch norm re-estimated, of the weight term, and of PiT and Swin."""
     claim = CLAIMS["E6"]
     other = replace(claim, counter_evidence="", published="not published")
     return [
         compare(ds, claim, "nll"),
         compare(ds, replace(other, id="E6 batch norm re-estimated"), "nll_reestimated"),
         compare(ds, replace(other, id="E6 weight term"), "l2_sum_of_norms"),
+        *(compare(ds, _around(name), "nll", name) for name in ("PiT", "Swin")),
     ]
+
+
+def _around(name: str) -> Claim:
+    return replace(
+        CLAIMS["E6"],
+        id=f"E6 {name}",
+        statement=f"The loss surface around a trained {name} is flatter than around a trained ResNet",
+        statistic=CLAIMS["E6"].statistic.replace("ViT", name),
+        published="values not known",
+        source="Fig. C.4a",
+        counter_evidence="",
+    )
 
 
 # --- figure -----------------------------------------------------------------------------------------
@@ -182,11 +199,11 @@ def draw(ds: xr.Dataset) -> Figure:
         axes[0].set_ylabel("rise from the centre [nats]")
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(handles))
-        seeds = max(int((ds.family == name).sum()) for name in COLORS)
+        seeds = max(int((ds.family == name).sum()) for name in SHOWN)
         figure.supxlabel(
             f"Means over rings of cells, {ds.sizes['direction_pair']} pairs of filter-normalised directions, {seeds} "
-            f"seed{'s' * (seeds > 1)}; {ds.attrs['images']} training images, the same for all cells.\nBand: 95 % t "
-            "interval over seeds. Thin lines: single seeds.",
+            f"seed{'s' * (seeds > 1)}; {ds.attrs['images']} training images, the same for all cells.\nMarks with "
+            "bars, all of distance 1: 95 % t interval over seeds (cut at the frame). Thin lines: single seeds.",
             fontsize=6.5,
             color=GREY,
         )
@@ -198,7 +215,7 @@ def _rises(ax: Axes, ds: xr.Dataset, variable: str) -> None:
     step = float(ds["x"][1] - ds["x"][0])
     radii: Sequence[float] = np.arange(0, 1 + step / 2, step).tolist()
     top = 0.0
-    for name, color in COLORS.items():
+    for place, (name, look) in enumerate(SHOWN.items()):
         runs = ds.isel(run=np.flatnonzero(ds.family == name))
         if not runs.sizes["run"]:
             continue
@@ -206,23 +223,25 @@ def _rises(ax: Axes, ds: xr.Dataset, variable: str) -> None:
         values = np.stack(rows, axis=1)
         mean, half_width = interval(values)
         if len(values) > 1:
-            ax.plot(radii, values.T, color=color, linewidth=0.5, alpha=0.45)
-            ax.fill_between(radii, mean - half_width, mean + half_width, color=color, alpha=0.2, linewidth=0)
-        ax.plot(radii, mean, color=color, label=name)
+            ax.plot(radii, values.T, color=look.color, linewidth=0.5, alpha=0.45)
+        ax.plot(radii, mean, color=look.color, label=name)
+        bar = (1.06 + 0.05 * place, mean[-1], np.nan_to_num(half_width[-1]))
+        ax.errorbar(*bar, color=look.color, marker=look.marker, markersize=3.5, elinewidth=0.8)
         top = max(top, float(np.nanmax(values)))
         if variable == "nll" and name in PUBLISHED:
             ax.plot(
                 list(PUBLISHED[name]),
                 list(PUBLISHED[name].values()),
                 "*",
-                color=color,
+                color=look.color,
                 markerfacecolor="white",
                 markersize=7,
                 label=f"{name}, published",
             )
             top = max(top, *PUBLISHED[name].values())
     ax.axhline(0, color=GREY, linewidth=0.6, zorder=1)
-    ax.set_ylim(-0.08 * top, 1.1 * top)  # the band of few seeds may leave the panel
+    ax.set_xticks(np.linspace(0, 1, 6))
+    ax.set_ylim(-0.08 * top, 1.1 * top)  # the bars of few seeds may leave the panel
 
 
 STUDY = Study(

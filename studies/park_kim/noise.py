@@ -9,7 +9,7 @@ Command    vitprobe run park_kim/noise                       digits; shares its 
 Cost       beside the training, 8 passes over the test images for each band: 4 s a network on one core
            at the quick scale. cpu (the first 1,000 test images, 9 bands) and paper (all 10,000) were not measured.
 Expected   accuracy after training by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 67.8 % AlterNet,
-           60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT.
+           60.3 % ConViT, 63.4 % ConvMixer, 67.9 % ResNet, 54.7 % ViT; PiT and Swin have not been trained by it.
 Rule       Set when the losses of one ViT by band and strength had been seen, and before any two networks were
            compared. Of each seed, what the ViT loses minus what the ResNet loses, under the
            same noise on the same images, averaged over the bands below 0.55 pi and over those above. Supported if the
@@ -39,11 +39,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import nn
 
-from studies.park_kim.families import CLAIMS, grid, headline, if_learned
+from studies.park_kim.families import CLAIMS, LOOKS, family, grid, headline, if_learned
 from studies.park_kim.families import measure as measure_family
 from vitprobe.claims import Claim, Direction, Verdict, combine, decide
 from vitprobe.data.band_noise import ring
-from vitprobe.figures.page import GREY, PAGE_WIDTH, PALETTE, attribute, limit, line_with_band, pretty, style
+from vitprobe.figures.page import GREY, PAGE_WIDTH, attribute, limit, line_with_band, style
 from vitprobe.probes import noise_by_frequency
 from vitprobe.probes.noise import FREQUENCIES
 from vitprobe.published import park_kim_2022
@@ -244,31 +244,33 @@ def draw(ds: xr.Dataset) -> Figure:
     """Accuracy lost by band: the published curves, ours by both definitions, and below how strong the noise is."""
     published = park_kim_2022()["noise_freq_delta_acc_pct"]
     names = list(dict.fromkeys(ds.model.values.tolist()))
-    colors = dict(zip(names, PALETTE, strict=False))
+    looks = {name: LOOKS[family(name)] for name in names}
     main_ones = headline(ds)
     frequency = ds.frequency.values
     with style():
         figure = Figure(figsize=(PAGE_WIDTH, 3.5), layout="constrained")
         axes = figure.subplots(2, 3, sharex=True, height_ratios=[3, 1])
         axes[0, 0].set_title("published\non ImageNet")
-        for name, color in colors.items():
-            if name in main_ones:
-                theirs = published["ViT-Ti" if name.startswith("vit") else "ResNet-50"]
-                axes[0, 0].plot(published["freq_pi"], -np.array(theirs), color=color, marker="o", markersize=2.4)
+        for name in main_ones:
+            theirs = published["ViT-Ti" if family(name) == "vit" else "ResNet-50"]
+            look = {"color": looks[name].color, "marker": looks[name].marker, "markersize": 2.4}
+            axes[0, 0].plot(published["freq_pi"], -np.array(theirs), **look)
         axes[1, 0].text(0.5, 0.5, "not known", transform=axes[1, 0].transAxes, ha="center", va="center", color=GREY)
         axes[1, 0].set_yticks([])
         for column, (variable, title) in zip(axes.T[1:], DEFINITIONS.items(), strict=True):
             at = ds.isel(severity=(strength := chosen_strength(ds, variable)))
             column[0].set_title(f"{title}\nof mean RMS {strengths(ds)[strength]:g}")
-            for name, color in colors.items():
+            for name, look in looks.items():
                 runs = at.isel(run=np.flatnonzero(at.model == name))
                 drops, errors = (
                     100 * runs[each].transpose("run", "frequency").values for each in (variable, f"{variable}_se")
                 )
                 if name in main_ones:
-                    line_with_band(column[0], frequency, drops, errors, color)
+                    line_with_band(column[0], frequency, drops, errors, look.color)
+                    column[0].lines[-1].set_marker(look.marker)  # of the mean
                 else:
-                    column[0].plot(frequency, drops.mean(0), color=color, linewidth=0.8, linestyle="--")
+                    thin = {"linewidth": 0.7, "linestyle": "--", "marker": look.marker, "markersize": 1.8}
+                    column[0].plot(frequency, drops.mean(0), color=look.color, **thin)
             limit([column[0]], [100 * at[variable].values, np.zeros(1)])
             rms = at["rms_paper" if variable.endswith("paper") else "rms"].isel(run=0).values
             column[1].plot(frequency, rms, color=GREY, marker="o", markersize=2.4)
@@ -280,10 +282,19 @@ def draw(ds: xr.Dataset) -> Figure:
         axes[1, 0].set_ylabel("noise\nRMS [1]")
         axes[1, 1].set_xlabel("centre of the noise's band [π rad/px]")
         handles = [
-            Line2D([], [], color=color, label=pretty(name), linestyle="-" if name in main_ones else "--")
-            for name, color in colors.items()
+            Line2D(
+                [],
+                [],
+                color=look.color,
+                marker=look.marker,
+                markersize=3,
+                linewidth=1.1 if name in main_ones else 0.7,
+                linestyle="-" if name in main_ones else "--",
+                label=look.label,
+            )
+            for name, look in looks.items()
         ]
-        figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+        figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), columnspacing=1.4)
         seeds = ds.sizes["run"] // len(names)
         what = f"95 % t interval over {seeds} seeds; thin lines: single seeds" if seeds > 1 else "standard error"
         figure.supxlabel(
@@ -296,7 +307,7 @@ def draw(ds: xr.Dataset) -> Figure:
 
 STUDY = Study(
     name="park_kim/noise",
-    title="Accuracy under noise of one band of frequencies in five families of networks",
+    title="Accuracy under noise of one band of frequencies by family of networks",
     grid=grid,
     measure=measure,
     draw=draw,

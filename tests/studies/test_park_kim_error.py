@@ -10,7 +10,8 @@ import xarray as xr
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from studies.park_kim import error
-from studies.park_kim.error import BIAS, PUBLISHED, correlations, family, rank_correlation
+from studies.park_kim.error import BIAS, LOOKS, PUBLISHED, SECOND, correlations, rank_correlation
+from studies.park_kim.families import family
 from studies.park_kim.outcomes import difference, where
 from vitprobe.models import list_models
 from vitprobe.published import park_kim_2022
@@ -113,10 +114,16 @@ def test_grid(scale):
     runs = error.grid(Settings(scale=scale))
     assert {run.model for run in runs} <= set(list_models())
     seeds = 2 if scale == "smoke" else 3
-    per_seed = 12 if scale == "paper" else 6
+    per_seed = 12 if scale == "paper" else 8
     assert len({(run.model, run.recipe.seed) for run in runs}) == len(runs) == seeds * per_seed
     assert [run.recipe.seed for run in runs] == sorted(run.recipe.seed for run in runs)
-    assert {family(run.model) for run in runs} <= set(BIAS)
+    assert {family(run.model) for run in runs} <= set(BIAS) == set(LOOKS)
+
+
+def test_no_two_networks_of_the_paper_scale_look_alike():
+    models = [run.model for run in error.grid(Settings(scale="paper", seeds=1))]
+    looks = {(LOOKS[family(model)].color, SECOND.get(model, LOOKS[family(model)].marker)) for model in models}
+    assert len(looks) == len(models) == 12
 
 
 def test_smoke_run(tmp_path, capsys):
@@ -132,7 +139,7 @@ def test_smoke_run(tmp_path, capsys):
     path = run_study(error.STUDY, settings, executor=Here())
     assert path.with_suffix(".png").stat().st_size > 20_000
     ds = load(path)
-    assert ds.sizes == {"run": 6}
+    assert ds.sizes == {"run": 8}
     # Before it has learned anything a network's loss is about that of a guess, and these have no floor.
     np.testing.assert_allclose(ds.nll_clean, np.log(10), rtol=0.3)
     np.testing.assert_allclose(ds.error, 100 - ds.accuracy)

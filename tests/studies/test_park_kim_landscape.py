@@ -11,12 +11,18 @@ import xarray as xr
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from studies.park_kim import landscape
+from studies.park_kim.families import family
 from vitprobe.figures import save_figure
 from vitprobe.models import list_models
-from vitprobe.study import Settings, run_study
+from vitprobe.study import Settings
+
+FAMILIES = ("ResNet", "ViT", "PiT", "Swin")
 
 
-def bowls(resnet: float, vit: float, *, seeds: int = 3, accuracy: float = 60.0, weight: float = 4.0) -> xr.Dataset:
+def bowls(
+    resnet: float, vit: float, *, pit: float = 3.0, swin: float = 1.0, seeds: int = 3, accuracy: float = 60.0,
+    weight: float = 4.0,
+) -> xr.Dataset:  # fmt: skip
     """Landscapes `height * (x^2 + y^2)`, of heights that scatter a little between seeds and pairs.
 
     The term of batch norm that does not fit is half of the ResNet's rise; the weight term is the same for both.
@@ -24,8 +30,8 @@ def bowls(resnet: float, vit: float, *, seeds: int = 3, accuracy: float = 60.0, 
     rng = np.random.default_rng(0)
     axis = np.linspace(-1, 1, 21)
     x, y = np.meshgrid(axis, axis)
-    families = ["ResNet", "ViT"] * seeds
-    heights = np.array([resnet, vit] * seeds)[:, None] * np.exp(rng.normal(0, 0.02, (2 * seeds, 2)))
+    families = [*FAMILIES] * seeds
+    heights = np.array([resnet, vit, pit, swin] * seeds)[:, None] * np.exp(rng.normal(0, 0.02, (len(families), 2)))
     bowl = 1.0 + heights[..., None, None] * (x**2 + y**2)
     halved = np.where(np.array(families) == "ResNet", 0.5, 1.0)[:, None, None, None]
     dims = ("run", "direction_pair", "y", "x")
@@ -39,7 +45,7 @@ def bowls(resnet: float, vit: float, *, seeds: int = 3, accuracy: float = 60.0, 
             "x": axis,
             "y": axis,
             "family": ("run", families),
-            "seed": ("run", [seed for seed in range(seeds) for _ in range(2)]),
+            "seed": ("run", [seed for seed in range(seeds) for _ in FAMILIES]),
             "network_accuracy": ("run", [accuracy] * len(families)),
         },
         attrs={"classes": 10, "images": 32},
@@ -82,6 +88,16 @@ def test_a_rise_by_batch_norm_that_does_not_fit_shows_beside_it():
     assert (found["E6"], found["E6 batch norm re-estimated"]) == ("supported", "contradicted")
 
 
+def test_stages_are_reported_beside_the_vit_and_do_not_decide():
+    found = {verdict.claim.id: verdict for verdict in landscape.verdicts(bowls(8.0, 2.0, pit=32.0, swin=1.0))}
+    assert (found["E6"].verdict, found["E6 PiT"].verdict, found["E6 Swin"].verdict) == (
+        "supported", "contradicted", "supported",
+    )  # fmt: skip
+    assert found["E6 PiT"].value == pytest.approx(-2.0, abs=0.1)
+    assert found["E6 Swin"].value == pytest.approx(3.0, abs=0.1)
+    assert "a trained PiT" in found["E6 PiT"].claim.statement and "PiT less" in found["E6 PiT"].claim.statistic
+
+
 def test_equal_weight_terms_do_not_hide_the_cross_entropy():
     found = words(bowls(8.0, 2.0, weight=1000.0))
     assert (found["E6"], found["E6 weight term"]) == ("supported", "inconclusive")
@@ -99,7 +115,7 @@ def test_no_evidence():
 def test_grids(scale):
     runs = landscape.grid(Settings(scale=scale))
     assert {run.model for run in runs} <= set(list_models())
-    assert {landscape.FAMILIES[landscape._stem(run.model)] for run in runs} == set(landscape.COLORS)
+    assert {family(run.model) for run in runs} == set(landscape.FAMILIES)
     assert len({(run.model, run.recipe.seed) for run in runs}) == len(runs)
     points = landscape.SIZES[scale][2]
     assert points % 2 == 1  # or no cell lies at the centre
@@ -112,29 +128,13 @@ def test_figure(tmp_path):
     assert save_figure(figure, tmp_path / "landscape.png").stat().st_size > 10_000
 
 
-def test_smoke(tmp_path, here):
-    settings = Settings(scale="smoke", out=tmp_path / "out", cache=tmp_path / "cache", workers=1, seeds=1)
-    wanted = ("resnet_nano", "vit_nano")
+def test_smoke(smoke_run):
+    wanted = ("resnet_nano", "vit_nano", "pit_nano", "swin_nano")
     small = replace(landscape.STUDY, grid=lambda asked: [r for r in landscape.grid(asked) if r.model in wanted])
-    ds = xr.load_dataset(path := run_study(small, settings, executor=here))
+    ds = xr.load_dataset(path := smoke_run(small))
     resnet, vit = (ds.isel(run=int(np.flatnonzero(ds.family == name)[0])) for name in ("ResNet", "ViT"))
     np.testing.assert_array_equal(vit.nll, vit.nll_reestimated)
     assert (resnet.nll != resnet.nll_reestimated).any()
-    assert ds.sizes == {"run": 2, "direction_pair": 1, "y": 5, "x": 5}
+    assert ds.sizes == {"run": 4, "direction_pair": 1, "y": 5, "x": 5}
     assert path.with_suffix(".png").stat().st_size > 10_000
     assert "E6 weight term" in (path.parent / "claims_smoke.md").read_text()
-
-
-@pytest.fixture
-def here():
-    class Here:
-        """An executor in this process: spawning costs more than the study."""
-
-        def submit(self, function, *arguments):
-            from concurrent.futures import Future
-
-            future = Future()
-            future.set_result(function(*arguments))
-            return future
-
-    return Here()

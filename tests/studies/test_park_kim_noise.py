@@ -1,6 +1,5 @@
 """The study of noise by frequency: verdicts on curves made by hand, bands, strengths, and a run of it."""
 
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -13,19 +12,9 @@ from studies.park_kim.families import grid
 from vitprobe.models import create_model
 from vitprobe.probes.noise import FREQUENCIES
 from vitprobe.published import park_kim_2022
-from vitprobe.study import Settings, run_study
 
 PUBLISHED = park_kim_2022()["noise_freq_delta_acc_pct"]
 RESNET, VIT = (-np.array(PUBLISHED[name]) for name in ("ResNet-50", "ViT-Ti"))
-
-
-class Here:
-    """An executor in this process: spawning costs more than the study."""
-
-    def submit(self, function, *arguments):
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
 
 
 def stacked(resnet=RESNET, vit=VIT, *, paper=None, seeds=3, accuracy=60.0, clean=(0.6, 0.6), jitter=0.1) -> xr.Dataset:
@@ -126,11 +115,10 @@ def test_both_definitions_have_the_same_power_on_average_and_only_one_in_every_b
     )
 
 
-def test_smoke(tmp_path):
-    settings = Settings(scale="smoke", out=tmp_path / "out", cache=tmp_path / "cache", workers=1, seeds=1)
+def test_smoke(smoke_run):
     wanted = ("resnet_nano", "vit_nano")
     small = replace(noise.STUDY, grid=lambda asked: [run for run in grid(asked) if run.model in wanted])
-    path = run_study(small, settings, executor=Here())
+    path = smoke_run(small)
     ds = xr.load_dataset(path)
     assert ds.accuracy_drop_paper_se.dims == ("run", "severity", "frequency")
     assert path.with_suffix(".png").stat().st_size > 10_000
