@@ -1,16 +1,19 @@
-"""What the studies of accuracy share: error and training loss of a run, differences within seeds, and their drawing."""
+"""What the studies of accuracy share: what came of a run, differences within seeds, and their drawing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 import xarray as xr
 from matplotlib.axes import Axes
 
-from studies.park_kim.families import learned
+from studies.park_kim.families import Look, if_learned
 from vitprobe.claims import Claim, Direction, Verdict, decide
-from vitprobe.figures.page import interval
+from vitprobe.data.corruption import SMALLEST
+from vitprobe.figures.page import GREY, interval
+from vitprobe.probes import corruption_robustness
 from vitprobe.results import provenance, to_json
 from vitprobe.runs import Run, Trained, trained
 from vitprobe.study import Settings
@@ -18,6 +21,12 @@ from vitprobe.training import evaluate
 
 REFERENCES = "Park & Kim 2022, arXiv:2202.06709"
 NLL_LABEL = "NLL of training, above its floor [nats]"
+# Where the names stand beside the published points of Fig. 12b, which lie close [points], and how they are aligned.
+LABELS = {
+    "MLP-Mixer-Ti": (6, -8, "left"), "ViT-Ti": (6, 0, "left"), "PiT-Ti": (-6, -2, "right"), "Swin-Ti": (-2, 8, "right"),
+    "Twins-S": (6, 0, "left"), "ResNeXt-50": (-6, 0, "right"), "ResNet-50": (6, -1, "left"),
+    "Alter-ResNet-50": (-6, 2, "right"),
+}  # fmt: skip
 
 
 def outcome(run: Run, settings: Settings) -> tuple[Trained, xr.Dataset]:
@@ -75,6 +84,33 @@ def outcome(run: Run, settings: Settings) -> tuple[Trained, xr.Dataset]:
             run_config=to_json(run.config()),
         )
     )
+
+
+def robustness(result: Trained, *, images: int, severities: Sequence[int]) -> dict[str, Any]:
+    """Mean accuracy over the fifteen corruptions and some severities, the paper's robustness.
+
+    Args:
+        result: the trained run.
+        images: how many test images are corrupted, spread evenly over them, which may be in the order of their classes.
+        severities: of the corruptions.
+
+    Returns:
+        `robustness` and `robustness_se` for `Dataset.assign`; not-a-number where there are no images to corrupt,
+        because none are asked for, or they are grey or smaller than 32 px.
+    """
+    data, found = result.data, (np.nan, np.nan)
+    if images and data.channels == 3 and min(data.image_size) >= SMALLEST:
+        chosen = torch.zeros(len(data.test), dtype=torch.bool)
+        chosen[torch.linspace(0, len(data.test) - 1, min(images, len(data.test))).round().long()] = True
+        few = replace(data, test=data.test.take(chosen))
+        ds = corruption_robustness(result.model, few, severities=severities, progress=False)
+        found = (100 * ds.attrs["mean_accuracy"], 100 * ds.attrs["mean_accuracy_se"])
+    said = ("mean accuracy on corrupted images", "standard error over images of robustness")
+    names = ("robustness", "robustness_se")
+    return {
+        name: ((), value, {"long_name": text, "units": "%"})
+        for name, value, text in zip(names, found, said, strict=True)
+    }
 
 
 def where(ds: xr.Dataset, **chosen: Any) -> xr.Dataset:
@@ -146,11 +182,7 @@ def judge(
     Returns:
         The verdict.
     """
-    verdict = decide(claim, values, threshold=0.0, direction=direction, detail=detail)
-    if learned(runs):
-        return verdict
-    reason = "; ".join(filter(None, [verdict.detail, "no evidence, because a run did not learn its task"]))
-    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+    return if_learned(decide(claim, values, threshold=0.0, direction=direction, detail=detail), runs)
 
 
 def point(ax: Axes, x: np.ndarray, y: np.ndarray, *, errors: tuple[np.ndarray, np.ndarray], **look: Any) -> None:
@@ -190,6 +222,29 @@ def around(ax: Axes, x: np.ndarray, y: np.ndarray) -> None:
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         margin = 0.18 * ((high - low) or abs(high) or 1.0)
         limits(low - margin, high + margin)
+
+
+def published_robustness(ax: Axes, points: Mapping[str, tuple[float, float]], looks: Mapping[str, Look]) -> None:
+    """The paper's accuracies on clean and corrupted images, each point with its name.
+
+    Args:
+        ax: where to draw.
+        points: accuracy and robustness of each network [%].
+        looks: of the networks, by their names; grey for the others.
+    """
+    for entry, (accuracy, robust) in points.items():
+        name = entry.partition(" (")[0]
+        look = looks.get(name, Look(name, GREY, "o"))
+        right, up, align = LABELS[name]
+        ax.plot(robust, accuracy, look.marker, color=look.color, markersize=4.5)
+        ax.annotate(
+            name, (robust, accuracy), (right, up), textcoords="offset points", ha=align, va="center", fontsize=6,
+            color=GREY,
+        )  # fmt: skip
+    ax.margins(0.25, 0.1)
+    ax.set_title("published: one run each (Fig. 12b)")
+    ax.set_xlabel("accuracy on corrupted images, CIFAR-100-C [%]")
+    ax.set_ylabel("test accuracy [%]")
 
 
 def bars_note(seeds: int) -> str:

@@ -30,22 +30,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from studies.park_kim.families import CLAIMS
+from studies.park_kim.families import CLAIMS, Look
 from studies.park_kim.families import grid as families_grid
-from studies.park_kim.outcomes import around, bars_note, difference, judge, outcome, part, point, where
+from studies.park_kim.outcomes import (
+    around,
+    bars_note,
+    difference,
+    judge,
+    outcome,
+    part,
+    point,
+    published_robustness,
+    robustness,
+    where,
+)
 from vitprobe.claims import Verdict, combine
-from vitprobe.data.corruption import SMALLEST
 from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, PALETTE, VERMILION, style
 from vitprobe.models import create_model
-from vitprobe.probes import corruption_robustness
 from vitprobe.published import park_kim_2022
-from vitprobe.runs import Run, Trained, load
+from vitprobe.runs import Run, load
 from vitprobe.study import Settings, Study, main
 
 
@@ -119,12 +127,6 @@ PLACEMENTS = {
 
 BARE = {"attention_blocks": 0, "matched": 0}  # the judged blocks without attention
 STAGES = {"c4": BLUE, "c3": PALETTE[2], "c2": PALETTE[4], "c1": PALETTE[3]}
-# Where the names stand beside the published points, which lie close [points], and how they are aligned.
-LABELS = {
-    "MLP-Mixer-Ti": (6, 0, "left"), "ViT-Ti": (6, 0, "left"), "PiT-Ti": (-6, -2, "right"), "Swin-Ti": (-2, 8, "right"),
-    "Twins-S": (6, 0, "left"), "ResNeXt-50": (-6, 0, "right"), "ResNet-50": (6, -1, "left"),
-    "Alter-ResNet-50": (-6, 2, "right"),
-}  # fmt: skip
 
 
 def grid(settings: Settings) -> list[Run]:
@@ -189,12 +191,7 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Accuracy of one trained network, on corrupted images too where they are large enough, and where it attends."""
     placements = PLACEMENTS[settings.scale]
     result, ds = outcome(run, settings)
-    robustness, error = _robustness(result, placements)
-    said = "mean accuracy on corrupted images"
-    ds = ds.assign(
-        robustness=((), robustness, {"long_name": said, "units": "%"}),
-        robustness_se=((), error, {"long_name": "standard error over images of robustness", "units": "%"}),
-    )
+    ds = ds.assign(robustness(result, images=placements.corrupted, severities=placements.severities))
     attentions = run.options["attentions"]
     return ds.assign_coords(
         placement=((), _name(attentions), {"long_name": "attention blocks of each stage"}),
@@ -215,17 +212,6 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
 
 def _name(attentions: Sequence[int]) -> str:
     return " ".join(map(str, attentions))
-
-
-def _robustness(result: Trained, placements: Placements) -> tuple[float, float]:
-    """Mean accuracy over corruptions and severities with its standard error over images [%], if there is one."""
-    data = result.data
-    if not placements.corrupted or data.channels != 3 or min(data.image_size) < SMALLEST:
-        return np.nan, np.nan
-    chosen = np.arange(len(data.test)) < placements.corrupted
-    few = replace(data, test=data.test.take(torch.as_tensor(chosen)))
-    ds = corruption_robustness(result.model, few, severities=placements.severities, progress=False)
-    return 100 * ds.attrs["mean_accuracy"], 100 * ds.attrs["mean_accuracy_se"]
 
 
 def verdicts(ds: xr.Dataset) -> list[Verdict]:
@@ -300,7 +286,8 @@ def draw(ds: xr.Dataset) -> Figure:
             _gains(axes[1, 0], ds, "robustness")
             axes[1, 0].set_xlabel("gain of accuracy on corrupted images\n[percentage points]")
             axes[1, 0].set_ylabel("gain of test accuracy\n[percentage points]")
-            _published_robustness(axes[1, 1], numbers["acc_vs_robustness_cifar100c"])
+            looks = {"Alter-ResNet-50": Look("AlterNet", VERMILION, "o")}
+            published_robustness(axes[1, 1], numbers["acc_vs_robustness_cifar100c"], looks)
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=4, handletextpad=0.2)
         note = f"Gain over the same blocks without attention in the same seed. {bars_note(seeds)}"
@@ -344,23 +331,6 @@ def _gains(ax: Axes, ds: xr.Dataset, abscissa: str) -> None:
                 color=color,
             )  # fmt: skip
     around(ax, *np.hstack(drawn))
-
-
-def _published_robustness(ax: Axes, points: dict[str, tuple[float, float]]) -> None:
-    """The paper's accuracies on clean and corrupted images, each point with its name."""
-    for entry, (accuracy, robustness) in points.items():
-        name = entry.partition(" (")[0]
-        color = VERMILION if name.startswith("Alter") else GREY
-        right, up, align = LABELS[name]
-        ax.plot(robustness, accuracy, "o", color=color, markersize=4)
-        ax.annotate(
-            name, (robustness, accuracy), (right, up), textcoords="offset points", ha=align, va="center", fontsize=6,
-            color=color,
-        )  # fmt: skip
-    ax.margins(0.25, 0.1)
-    ax.set_title("published: one run each (Fig. 12b)")
-    ax.set_xlabel("accuracy on corrupted images, CIFAR-100-C [%]")
-    ax.set_ylabel("test accuracy [%]")
 
 
 STUDY = Study(

@@ -72,11 +72,11 @@ def test_the_paper_scale_has_the_published_recipes():
 
 
 @pytest.mark.parametrize("scale", ["smoke", "quick", "cpu", "paper"])
-def test_the_grid_shares_its_runs_and_trains_two_families_a_third_time(scale):
+def test_the_grid_trains_two_families_three_times_and_shares_one(scale):
     settings = Settings(scale=scale)
     runs, shared = calibration.grid(settings), families_grid(settings)
-    assert all(run in runs for run in shared)
-    assert len({(run.model, str(run.recipe)) for run in runs}) == len(runs) == 12 * SCALES[scale][2]
+    assert len([run for run in runs if run in shared]) == 2 * SCALES[scale][2]
+    assert len({(run.model, str(run.recipe)) for run in runs}) == len(runs) == 6 * SCALES[scale][2]
 
 
 def test_verdicts():

@@ -99,13 +99,13 @@ def test_grid(scale):
     keys = {run.key() for run in runs}
     assert len(keys) == len(runs)
     sweeps = SWEEPS[scale]
-    per_model = 1 + 2 * len(sweeps.fractions) + len(sweeps.lengths)
-    assert len(runs) == 2 * 2 * per_model
+    per_model = 1 + len(sweeps.fractions) + len(sweeps.controls) + len(sweeps.lengths)
+    assert len(runs) == 2 * (2 * per_model + len(sweeps.patches))
 
 
 def test_variants_see_what_they_should():
     base = Run(model="vit_nano", data=DataSpec(spec="digits", train_size=200, test_size=50), recipe=Recipe(epochs=10))
-    around = list(data_fraction._around(base, data_fraction.Sweeps((0.1, 0.5), (0.5, 2), (1,))))
+    around = list(data_fraction._around(base, data_fraction.Sweeps((0.1, 0.5), (0.1, 0.5), (0.5, 2), (1,))))
     seen = [((run.data.train_size), run.recipe.epochs, run.options.get("patch_size")) for run in around]
     assert seen == [
         (200, 10, None), (20, 10, None), (20, 100, None), (100, 10, None), (100, 20, None), (200, 5, None),

@@ -13,7 +13,7 @@ from studies.park_kim import local_attention
 from studies.park_kim.families import grid as families_grid
 from vitprobe.models import create_model
 from vitprobe.results import load
-from vitprobe.study import Settings, run_study
+from vitprobe.study import Settings
 
 
 def stacked(error_5: float, loss_5: float, *, seeds: int = 3, accuracy: float = 70.0) -> xr.Dataset:
@@ -90,19 +90,8 @@ def test_the_global_one_is_the_vit_of_the_other_studies(scale):
     assert ours == [run.key() for run in families_grid(Settings(scale=scale)) if run.model == "vit_nano"]
 
 
-def test_smoke_run(tmp_path, capsys):
-    settings = Settings(
-        scale="smoke",
-        train_size=50,
-        test_size=30,
-        seeds=1,
-        out=tmp_path / "out",
-        cache=tmp_path / "cache",
-        device="cpu",
-    )
-    from test_park_kim_error import Here
-
-    path = run_study(local_attention.STUDY, settings, executor=Here())
+def test_smoke_run(smoke_run):
+    path = smoke_run(local_attention.STUDY)
     assert path.with_suffix(".png").stat().st_size > 20_000
     ds = load(path)
     assert ds.kernel.values.tolist() == [3, 5, 0]

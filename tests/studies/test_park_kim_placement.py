@@ -13,7 +13,7 @@ from studies.park_kim import placement
 from studies.park_kim.placement import PLACEMENTS, same_size
 from vitprobe.models import create_model
 from vitprobe.results import load
-from vitprobe.study import Settings, run_study
+from vitprobe.study import Settings
 
 KINDS = {"0 0 0": 0.0, "0 0 2": 0.5, "0 1 2": 0.0, "0 2 2": 0.0, "matched": 0.0}
 
@@ -113,19 +113,8 @@ def test_placements_are_possible_and_judged_ones_are_among_them(placements):
         assert all(2 * some <= blocks for some, blocks in zip(attentions, placements.blocks, strict=True))
 
 
-def test_smoke_run(tmp_path, capsys):
-    settings = Settings(
-        scale="smoke",
-        train_size=50,
-        test_size=30,
-        seeds=1,
-        out=tmp_path / "out",
-        cache=tmp_path / "cache",
-        device="cpu",
-    )
-    from test_park_kim_error import Here
-
-    path = run_study(placement.STUDY, settings, executor=Here())
+def test_smoke_run(smoke_run):
+    path = smoke_run(placement.STUDY)
     assert path.with_suffix(".png").stat().st_size > 20_000
     ds = load(path)
     assert ds.placement.values.tolist() == ["0 0", "1 2", "2 2", "0 0"]
