@@ -7,7 +7,7 @@ Command    vitprobe run park_kim/data_fraction               digits
            vitprobe run park_kim/data_fraction --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/data_fraction --scale paper --device cuda
 Cost       quick: two seeds, about 7 minutes of one core beyond the networks of families.grid (estimated). cpu: per seed
-           the work of about 12 trainings of families.grid beyond those, and a ViT with patches of 2 px; not measured.
+           the work of about 3 trainings of families.grid beyond those; two seeds, not measured.
            paper: about 40 GPU days on the authors' machines, by their images a second; not measured.
 Rule       Set beforehand. A sweep changes one thing. Of each seed, the correlation over the sweep of NLL_train (loss of
            the last epoch less the entropy of its targets) with the test error; E2 is supported if the 95 % t interval
@@ -33,11 +33,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from studies.park_kim.families import CLAIMS
+from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
 from studies.park_kim.outcomes import judge, outcome, part, where
 from vitprobe.claims import Verdict, combine
-from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, VERMILION, interval, pretty, style
+from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, pretty, style
 from vitprobe.runs import Run, load
 from vitprobe.study import Settings, Study, main
 
@@ -51,18 +51,20 @@ class Sweeps:
         controls: those of them that are trained on equally many images in all, too.
         lengths: epochs, as shares of the recipe's own.
         patches: patch sizes of the ViT [px].
+        resnet: whether the ResNet, which decides nothing, has the control and the lengths too.
     """
 
     fractions: Sequence[float]
     controls: Sequence[float]
     lengths: Sequence[float]
     patches: Sequence[int]
+    resnet: bool = True
 
 
 SWEEPS = {
     "smoke": Sweeps(fractions=(0.5,), controls=(0.5,), lengths=(2,), patches=()),
     "quick": Sweeps(fractions=(0.1, 0.3), controls=(0.1, 0.3), lengths=(0.2, 0.5), patches=(1, 4)),
-    "cpu": Sweeps(fractions=(0.02, 0.1, 0.3), controls=(0.1,), lengths=(0.25, 0.5), patches=(8,)),
+    "cpu": Sweeps(fractions=(0.02, 0.1, 0.3), controls=(0.1,), lengths=(0.25, 0.5), patches=(8,), resnet=False),
     "paper": Sweeps(
         fractions=(0.02, 0.06, 0.1, 0.25, 0.5),
         controls=(0.02, 0.06, 0.1, 0.25, 0.5),
@@ -71,15 +73,14 @@ SWEEPS = {
     ),
 }
 SEEDS = {"quick": 2, "cpu": 2}  # fewer than families.grid has
-FAMILIES = ("resnet", "preact", "vit")
-_CONVOLUTIONS = ("resnet", "preact")
+FAMILIES = ("resnet", "vit")
 
 
 def grid(settings: Settings) -> list[Run]:
     """ResNet and ViT of families.grid, and what the sweeps make of each, seed by seed."""
     sweeps = SWEEPS[settings.scale]
     settings = replace(settings, seeds=settings.seeds or SEEDS.get(settings.scale))
-    bases = [run for run in families_grid(settings) if run.model.startswith(FAMILIES)]
+    bases = [run for run in families_grid(settings) if family(run.model) in FAMILIES]
     return [run for base in bases for run in _around(base, sweeps)]
 
 
@@ -89,6 +90,8 @@ def _around(base: Run, sweeps: Sweeps) -> Iterator[Run]:
     plain = replace(base.recipe, snapshots=())
     yield base
     images = len(load(base.data).train)
+    if family(base.model) == "resnet" and not sweeps.resnet:
+        sweeps = replace(sweeps, controls=(), lengths=())
     for fraction in sweeps.fractions:
         data = replace(base.data, train_size=round(fraction * images))
         yield replace(base, data=data, recipe=plain)
@@ -176,6 +179,8 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
             ("epochs", "number of epochs"),
         ):
             points = sweep(runs, name)
+            if len(np.unique(points.value)) < 2:
+                continue
             claim = part(
                 CLAIMS["E2"],
                 f"{name} {model}",
@@ -253,7 +258,7 @@ def _values(ds: xr.Dataset, name: str) -> np.ndarray:
 
 def _curves(column: Sequence[Axes], points: xr.Dataset, model: str, *, percent: bool) -> None:
     """Mean and interval over seeds of one model along one sweep."""
-    color, marker = (BLUE, "o") if model.startswith(_CONVOLUTIONS) else (VERMILION, "s")
+    look = LOOKS[family(model)]
     values = np.unique(points.value.values)
     for ax, name in zip(column, ("error", "nll_train"), strict=True):
         by_value = [points[name].values[points.value.values == value] for value in values]
@@ -261,7 +266,7 @@ def _curves(column: Sequence[Axes], points: xr.Dataset, model: str, *, percent: 
         bars = np.array([interval(of_value[:, None])[1][0] if len(of_value) > 2 else np.nan for of_value in by_value])
         ax.errorbar(
             values * (100 if percent else 1), middle, bars if np.isfinite(bars).any() else None,
-            label=pretty(model), markersize=3.5, elinewidth=0.7, capsize=1.5, color=color, marker=marker,
+            label=pretty(model), markersize=3.5, elinewidth=0.7, capsize=1.5, color=look.color, marker=look.marker,
         )  # fmt: skip
 
 
