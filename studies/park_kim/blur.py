@@ -43,10 +43,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from studies.outcomes import difference, judge, outcome, part, where
 from studies.park_kim.eigenvalues import STATISTICS, eigenvalues, measured_epochs
-from studies.park_kim.families import CLAIMS, family
+from studies.park_kim.families import CLAIMS, REFERENCES, family
 from studies.park_kim.families import grid as families_grid
-from studies.park_kim.outcomes import difference, judge, outcome, part, where
 from vitprobe.claims import Verdict, combine
 from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, VERMILION, interval, limit, line_with_band, style
 from vitprobe.models.resnet import Smoothing
@@ -75,7 +75,7 @@ def grid(settings: Settings) -> list[Run]:
 
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Error and eigenvalues of one network, and what its activations are after every block and blur `(layer,)`."""
-    result, ds = outcome(run, settings)
+    result, ds = outcome(run, settings, references=REFERENCES)
     batches = result.data.loader("test", batch_size=100)
     tree = probe(result.model, batches, [Fourier(), FeatureVariance()], layers="stages.*.*", progress=False)
     found = [tree[name].to_dataset().drop_dims("frequency", errors="ignore") for name in tree]

@@ -29,7 +29,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from studies.park_kim.families import CLAIMS, SCALES, family, headline, if_learned
+from studies.outcomes import if_learned
+from studies.park_kim.families import CLAIMS, SCALES, family, headline
 from studies.park_kim.families import grid as families_grid
 from studies.park_kim.families import measure as measure_family
 from vitprobe.claims import Claim, Direction, Verdict, combine, decide

@@ -33,9 +33,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from studies.park_kim.families import CLAIMS, LOOKS, family
+from studies.outcomes import judge, outcome, part, where
+from studies.park_kim.families import CLAIMS, LOOKS, REFERENCES, family
 from studies.park_kim.families import grid as families_grid
-from studies.park_kim.outcomes import judge, outcome, part, where
 from vitprobe.claims import Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, pretty, style
 from vitprobe.runs import Run, load
@@ -108,7 +108,7 @@ def _around(base: Run, sweeps: Sweeps) -> Iterator[Run]:
 
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Error and training loss of one trained network, and where it lies in the sweeps."""
-    result, ds = outcome(run, settings)
+    result, ds = outcome(run, settings, references=REFERENCES)
     patches = getattr(result.model, "patches", None)
     size = 1 if patches is None else result.data.image_size[0] // patches.grid[0]
     return ds.assign_coords(

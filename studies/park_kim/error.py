@@ -33,9 +33,9 @@ import xarray as xr
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
+from studies.outcomes import NLL_LABEL, Look, around, bars_note, difference, judge, outcome, part, point, where
 from studies.park_kim import families
-from studies.park_kim.families import CLAIMS, Look, family
-from studies.park_kim.outcomes import NLL_LABEL, around, bars_note, difference, judge, outcome, part, point, where
+from studies.park_kim.families import CLAIMS, REFERENCES, family
 from vitprobe.claims import Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, pretty, style
 from vitprobe.published import park_kim_2022
@@ -78,7 +78,7 @@ def grid(settings: Settings) -> list[Run]:
 
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Error and training loss of one trained network."""
-    return outcome(run, settings)[1]
+    return outcome(run, settings, references=REFERENCES)[1]
 
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:

@@ -1,34 +1,20 @@
 """What the studies of Park & Kim (2022) share: the families at every scale, and the steps between units."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import xarray as xr
 
+from studies.outcomes import Look, if_learned
 from vitprobe.claims import CLAIMS, Claim, Verdict, combine, decide, sign_test
-from vitprobe.figures.page import attribute
 from vitprobe.probes import FeatureProbe
 from vitprobe.results import to_json
 from vitprobe.runs import DataSpec, Run, trained
 from vitprobe.study import Settings
 from vitprobe.training import Recipe, make_recipe
 
-
-@dataclass(frozen=True)
-class Look:
-    """How a family is drawn, in every figure the same.
-
-    Attributes:
-        label: its name, as papers write it.
-        color: of its lines.
-        marker: of its points.
-    """
-
-    label: str
-    color: str
-    marker: str
-
+REFERENCES = "Park & Kim 2022, arXiv:2202.06709"
 
 # By what mixes places, from convolutions alone to any fixed weights. Okabe and Ito's colours, but for the PiT's: their
 # yellow is too pale for lines on white.
@@ -124,19 +110,6 @@ def measure(run: Run, settings: Settings, probe: FeatureProbe) -> xr.Dataset:
         classes=result.data.num_classes,
         run_config=to_json(run.config()),
     )
-
-
-def learned(ds: xr.Dataset) -> bool:
-    """Whether every run of a dataset learned its task: 45 % of at most 10 classes, 20 % of more."""
-    return bool((attribute(ds, "accuracy") >= (45.0 if ds.attrs["classes"] <= 10 else 20.0)).all())
-
-
-def if_learned(verdict: Verdict, runs: xr.Dataset) -> Verdict:
-    """The verdict, or that there is none: a network that did not learn is no evidence for anything."""
-    if learned(runs):
-        return verdict
-    reason = "; ".join(filter(None, [verdict.detail, "no evidence, because a seed did not learn its task"]))
-    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
 
 
 def steps(ds: xr.Dataset, variable: str) -> xr.DataArray:

@@ -37,7 +37,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
-from studies.park_kim.families import CLAIMS, LOOKS, family, learned
+from studies.outcomes import learned
+from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Claim, Verdict, decide
 from vitprobe.figures.loss_landscape import PUBLISHED_WEIGHT

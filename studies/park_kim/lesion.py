@@ -42,7 +42,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import nn
 
-from studies.park_kim.families import CLAIMS, family, grid, if_learned
+from studies.outcomes import if_learned
+from studies.park_kim.families import CLAIMS, family, grid
 from studies.park_kim.families import measure as measure_family
 from studies.park_kim.profiles import stages_of
 from vitprobe import probes

@@ -29,9 +29,9 @@ import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
 
-from studies.park_kim.families import CLAIMS
+from studies.outcomes import around, bars_note, difference, judge, outcome, part, point, where
+from studies.park_kim.families import CLAIMS, REFERENCES
 from studies.park_kim.families import grid as families_grid
-from studies.park_kim.outcomes import around, bars_note, difference, judge, outcome, part, point, where
 from vitprobe.claims import Verdict, combine
 from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, VERMILION, style
 from vitprobe.published import park_kim_2022
@@ -63,7 +63,7 @@ def _with_kernel(run: Run, kernel: int) -> Run:
 
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Error and training loss of one trained network, and how far its attention sees."""
-    result, ds = outcome(run, settings)
+    result, ds = outcome(run, settings, references=REFERENCES)
     network: Any = result.model
     rows, columns = network.patches.grid
     kernel = int(run.options.get("kernel_size", 0))

@@ -39,7 +39,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import nn
 
-from studies.park_kim.families import CLAIMS, LOOKS, family, grid, headline, if_learned
+from studies.outcomes import if_learned
+from studies.park_kim.families import CLAIMS, LOOKS, family, grid, headline
 from studies.park_kim.families import measure as measure_family
 from vitprobe.claims import Claim, Direction, Verdict, combine, decide
 from vitprobe.data.band_noise import ring

@@ -35,9 +35,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from studies.park_kim.families import CLAIMS, Look
-from studies.park_kim.families import grid as families_grid
-from studies.park_kim.outcomes import (
+from studies.outcomes import (
+    Look,
     around,
     bars_note,
     difference,
@@ -45,10 +44,12 @@ from studies.park_kim.outcomes import (
     outcome,
     part,
     point,
-    published_robustness,
     robustness,
     where,
 )
+from studies.park_kim.families import CLAIMS, REFERENCES
+from studies.park_kim.families import grid as families_grid
+from studies.park_kim.robustness import published_robustness
 from vitprobe.claims import Verdict, combine
 from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, PALETTE, VERMILION, style
 from vitprobe.models import create_model
@@ -190,7 +191,7 @@ def same_size(
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Accuracy of one trained network, on corrupted images too where they are large enough, and where it attends."""
     placements = PLACEMENTS[settings.scale]
-    result, ds = outcome(run, settings)
+    result, ds = outcome(run, settings, references=REFERENCES)
     ds = ds.assign(robustness(result, images=placements.corrupted, severities=placements.severities))
     attentions = run.options["attentions"]
     return ds.assign_coords(

@@ -38,9 +38,8 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from studies.park_kim.families import CLAIMS, LOOKS, family
-from studies.park_kim.families import grid as families_grid
-from studies.park_kim.outcomes import (
+from studies.outcomes import (
+    Look,
     around,
     bars_note,
     difference,
@@ -48,10 +47,11 @@ from studies.park_kim.outcomes import (
     outcome,
     part,
     point,
-    published_robustness,
     robustness,
     where,
 )
+from studies.park_kim.families import CLAIMS, LOOKS, REFERENCES, family
+from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Verdict
 from vitprobe.data.corruption import SMALLEST, GeneratedCorruptions
 from vitprobe.figures.page import GREY, PAGE_WIDTH, style
@@ -94,6 +94,13 @@ PUBLISHED = {
     "MLP-Mixer-Ti": "mixer",
 }  # fmt: skip
 
+# Where the names stand beside the published points of Fig. 12b, which lie close [points], and how they are aligned.
+LABELS = {
+    "MLP-Mixer-Ti": (6, -8, "left"), "ViT-Ti": (6, 0, "left"), "PiT-Ti": (-6, -2, "right"), "Swin-Ti": (-2, 8, "right"),
+    "Twins-S": (6, 0, "left"), "ResNeXt-50": (-6, 0, "right"), "ResNet-50": (6, -1, "left"),
+    "Alter-ResNet-50": (-6, 2, "right"),
+}  # fmt: skip
+
 
 def grid(settings: Settings) -> list[Run]:
     """All families, seed by seed, on images that can be corrupted."""
@@ -127,7 +134,7 @@ def _on_larger_images(run: Run, settings: Settings, data: DataSpec, epochs: int)
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Accuracy of one trained network on clean and on corrupted images."""
     corrupted = CORRUPTED[settings.scale]
-    result, ds = outcome(run, settings)
+    result, ds = outcome(run, settings, references=REFERENCES)
     ds = ds.assign(robustness(result, images=corrupted.images, severities=corrupted.severities))
     return ds.assign_attrs(
         corrupted_images=min(corrupted.images, len(result.data.test)), severities=str(corrupted.severities)
@@ -253,6 +260,29 @@ def _line(ax: Axes, points: Mapping[str, tuple[float, float]], left_out: str) ->
     ax.plot(intercept + slope * accuracy, accuracy, "--", color=GREY, linewidth=0.7, zorder=1)
     ax.set_xlim(limits[0])
     ax.set_ylim(limits[1])
+
+
+def published_robustness(ax: Axes, points: Mapping[str, tuple[float, float]], looks: Mapping[str, Look]) -> None:
+    """The paper's accuracies on clean and corrupted images, each point with its name.
+
+    Args:
+        ax: where to draw.
+        points: accuracy and robustness of each network [%].
+        looks: of the networks, by their names; grey for the others.
+    """
+    for entry, (accuracy, robust) in points.items():
+        name = entry.partition(" (")[0]
+        look = looks.get(name, Look(name, GREY, "o"))
+        right, up, align = LABELS[name]
+        ax.plot(robust, accuracy, look.marker, color=look.color, markersize=4.5)
+        ax.annotate(
+            name, (robust, accuracy), (right, up), textcoords="offset points", ha=align, va="center", fontsize=6,
+            color=GREY,
+        )  # fmt: skip
+    ax.margins(0.25, 0.1)
+    ax.set_title("published: one run each (Fig. 12b)")
+    ax.set_xlabel("accuracy on corrupted images, CIFAR-100-C [%]")
+    ax.set_ylabel("test accuracy [%]")
 
 
 STUDY = Study(

@@ -31,7 +31,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from studies.park_kim.families import CLAIMS, LOOKS, family, grid, if_learned
+from studies.outcomes import if_learned
+from studies.park_kim.families import CLAIMS, LOOKS, family, grid
 from studies.park_kim.families import measure as measure_family
 from vitprobe.claims import Claim, Verdict, combine, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, attribute, interval, pretty, style

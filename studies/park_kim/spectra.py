@@ -49,8 +49,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from studies.outcomes import Look, if_learned
 from studies.park_kim.eigenvalues import STATISTICS, eigenvalues, log2_ratio, measured_epochs
-from studies.park_kim.families import CLAIMS, LOOKS, Look, family, if_learned
+from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Claim, Verdict, combine, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style

@@ -33,7 +33,8 @@ import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
 
-from studies.park_kim.families import CLAIMS, family, grid, headline, if_learned, judge
+from studies.outcomes import if_learned
+from studies.park_kim.families import CLAIMS, family, grid, headline, judge
 from studies.park_kim.families import measure as measure_family
 from studies.park_kim.profiles import Panel, Published, kinds_shown, page, panels, profile, rows, stages_of
 from vitprobe.claims import Claim, Verdict, decide

@@ -44,11 +44,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from studies.outcomes import if_learned, part
 from studies.park_kim import calibration
 from studies.park_kim.eigenvalues import BATCH_SIZE, eigenvalues, log2_ratio, measured_epochs
-from studies.park_kim.families import CLAIMS, LOOKS, family, if_learned
+from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
-from studies.park_kim.outcomes import part
 from vitprobe.claims import Verdict, combine, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
 from vitprobe.published import park_kim_2022

@@ -9,10 +9,10 @@ import xarray as xr
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from studies.outcomes import difference, where
 from studies.park_kim import error
 from studies.park_kim.error import BIAS, LOOKS, PUBLISHED, SECOND, correlations, rank_correlation
 from studies.park_kim.families import family
-from studies.park_kim.outcomes import difference, where
 from vitprobe.models import list_models
 from vitprobe.published import park_kim_2022
 from vitprobe.results import load

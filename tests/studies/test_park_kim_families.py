@@ -9,7 +9,8 @@ import xarray as xr
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from studies.park_kim.families import CLAIMS, LOOKS, SCALES, family, grid, headline, judge, learned, steps
+from studies.outcomes import learned
+from studies.park_kim.families import CLAIMS, LOOKS, SCALES, family, grid, headline, judge, steps
 from vitprobe.models import list_models
 from vitprobe.study import Settings
 

@@ -12,7 +12,8 @@ import xarray as xr
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import vitprobe as vp
-from studies.park_kim import outcomes, robustness
+from studies import outcomes
+from studies.park_kim import robustness
 from studies.park_kim.families import LOOKS, SCALES, family
 from studies.park_kim.families import grid as families_grid
 from studies.park_kim.robustness import PATCHES, PUBLISHED, beyond_accuracy, line
@@ -112,7 +113,7 @@ def test_published_values():
     predicted = np.polyval(np.polyfit(*others.T, 1), 84.03)
     assert published["E21 beyond accuracy"].startswith(f"{66.67 - predicted:+.2f} percentage points")
     names = {entry.partition(" (")[0] for entry in points}
-    assert set(PUBLISHED) <= names == set(outcomes.LABELS)
+    assert set(PUBLISHED) <= names == set(robustness.LABELS)
     assert set(PUBLISHED.values()) <= set(LOOKS)
 
 

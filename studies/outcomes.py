@@ -1,7 +1,7 @@
 """What the studies of accuracy share: what came of a run, differences within seeds, and their drawing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,27 +9,34 @@ import torch
 import xarray as xr
 from matplotlib.axes import Axes
 
-from studies.park_kim.families import Look, if_learned
 from vitprobe.claims import Claim, Direction, Verdict, decide
 from vitprobe.data.corruption import SMALLEST
-from vitprobe.figures.page import GREY, interval
+from vitprobe.figures.page import attribute, interval
 from vitprobe.probes import corruption_robustness
 from vitprobe.results import provenance, to_json
 from vitprobe.runs import Run, Trained, trained
 from vitprobe.study import Settings
 from vitprobe.training import evaluate
 
-REFERENCES = "Park & Kim 2022, arXiv:2202.06709"
 NLL_LABEL = "NLL of training, above its floor [nats]"
-# Where the names stand beside the published points of Fig. 12b, which lie close [points], and how they are aligned.
-LABELS = {
-    "MLP-Mixer-Ti": (6, -8, "left"), "ViT-Ti": (6, 0, "left"), "PiT-Ti": (-6, -2, "right"), "Swin-Ti": (-2, 8, "right"),
-    "Twins-S": (6, 0, "left"), "ResNeXt-50": (-6, 0, "right"), "ResNet-50": (6, -1, "left"),
-    "Alter-ResNet-50": (-6, 2, "right"),
-}  # fmt: skip
 
 
-def outcome(run: Run, settings: Settings) -> tuple[Trained, xr.Dataset]:
+@dataclass(frozen=True)
+class Look:
+    """How a kind of network is drawn, in every figure the same.
+
+    Attributes:
+        label: its name, as papers write it.
+        color: of its lines.
+        marker: of its points.
+    """
+
+    label: str
+    color: str
+    marker: str
+
+
+def outcome(run: Run, settings: Settings, *, references: str) -> tuple[Trained, xr.Dataset]:
     """Train the run (or take it from the cache), and tell what came of it.
 
     The training loss is the paper's: the mean over the last epoch, in training mode, of the augmented, mixed and
@@ -40,6 +47,7 @@ def outcome(run: Run, settings: Settings) -> tuple[Trained, xr.Dataset]:
     Args:
         run: what to train.
         settings: of the study.
+        references: the paper.
 
     Returns:
         The trained run, and its dataset without dimensions: `error`, `nll_train`, `nll_clean`, with their uncertainty
@@ -75,7 +83,7 @@ def outcome(run: Run, settings: Settings) -> tuple[Trained, xr.Dataset]:
     return result, ds.assign_attrs(
         provenance(
             title="Error and training loss",
-            references=REFERENCES,
+            references=references,
             config=run.config(),
             device=next(result.model.parameters()).device,
             data=run.data.spec.partition(":")[0],
@@ -162,6 +170,19 @@ def part(claim: Claim, name: str, statement: str, *, published: str = "not publi
     return replace(claim, id=f"{claim.id} {name}", statement=statement, published=published, counter_evidence="")
 
 
+def learned(ds: xr.Dataset) -> bool:
+    """Whether every run of a dataset learned its task: 45 % of at most 10 classes, 20 % of more."""
+    return bool((attribute(ds, "accuracy") >= (45.0 if ds.attrs["classes"] <= 10 else 20.0)).all())
+
+
+def if_learned(verdict: Verdict, runs: xr.Dataset) -> Verdict:
+    """The verdict, or that there is none: a network that did not learn is no evidence for anything."""
+    if learned(runs):
+        return verdict
+    reason = "; ".join(filter(None, [verdict.detail, "no evidence, because a seed did not learn its task"]))
+    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+
+
 def judge(
     claim: Claim,
     values: Sequence[float] | np.ndarray,
@@ -222,29 +243,6 @@ def around(ax: Axes, x: np.ndarray, y: np.ndarray) -> None:
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         margin = 0.18 * ((high - low) or abs(high) or 1.0)
         limits(low - margin, high + margin)
-
-
-def published_robustness(ax: Axes, points: Mapping[str, tuple[float, float]], looks: Mapping[str, Look]) -> None:
-    """The paper's accuracies on clean and corrupted images, each point with its name.
-
-    Args:
-        ax: where to draw.
-        points: accuracy and robustness of each network [%].
-        looks: of the networks, by their names; grey for the others.
-    """
-    for entry, (accuracy, robust) in points.items():
-        name = entry.partition(" (")[0]
-        look = looks.get(name, Look(name, GREY, "o"))
-        right, up, align = LABELS[name]
-        ax.plot(robust, accuracy, look.marker, color=look.color, markersize=4.5)
-        ax.annotate(
-            name, (robust, accuracy), (right, up), textcoords="offset points", ha=align, va="center", fontsize=6,
-            color=GREY,
-        )  # fmt: skip
-    ax.margins(0.25, 0.1)
-    ax.set_title("published: one run each (Fig. 12b)")
-    ax.set_xlabel("accuracy on corrupted images, CIFAR-100-C [%]")
-    ax.set_ylabel("test accuracy [%]")
 
 
 def bars_note(seeds: int) -> str:
