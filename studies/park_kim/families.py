@@ -7,6 +7,7 @@ import numpy as np
 import xarray as xr
 
 from studies.outcomes import Look, if_learned
+from studies.scales import chosen
 from vitprobe.claims import CLAIMS, Claim, Verdict, combine, decide, sign_test
 from vitprobe.probes import FeatureProbe
 from vitprobe.results import to_json
@@ -80,17 +81,9 @@ def family(model: str) -> str:
 def grid(settings: Settings) -> list[Run]:
     """All families at a scale, seed by seed, so that a study that is stopped early has whole seeds."""
     models, data, seeds, recipe = SCALES[settings.scale]
-    if settings.data not in (None, data.spec):
-        data = DataSpec(spec=settings.data)  # other data in full, unless sizes are asked for
-    chosen = DataSpec(
-        spec=data.spec,
-        root=str(settings.data_root) if settings.data_root else None,
-        train_size=settings.train_size or data.train_size,
-        test_size=settings.test_size or data.test_size,
-        download=settings.download,
-    )
+    images = chosen(settings, data)
     return [
-        Run(model=model, data=chosen, recipe=replace(recipe, seed=seed))
+        Run(model=model, data=images, recipe=replace(recipe, seed=seed))
         for seed in range(settings.seeds or seeds)
         for model in models
     ]
