@@ -183,6 +183,8 @@ def test_show_draws_a_study_as_the_study_did(tmp_path, monkeypatch, capsys):
     file = run_study(cli.find_study("toys/bars"), Settings(scale="smoke"), executor=Here())
     assert call("show", str(file), "-o", "again.png") == 0
     np.testing.assert_array_equal(imread("again.png"), imread(file.with_suffix(".png")))
+    assert call("report", str(file), "-o", "page") == 0
+    np.testing.assert_array_equal(imread("page/bars_smoke.png"), imread(file.with_suffix(".png")))
 
     # Where the study is not, there is its probe's figure, or a sentence.
     ds = vp.load(file)

@@ -21,6 +21,7 @@ from vitprobe.names import unknown
 from vitprobe.study import Scale, Settings, exit_code, find_verdicts, one_after_the_other, run_study, write_claims
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch import Tensor, nn
 
 
@@ -398,17 +399,20 @@ def show(
     from vitprobe.results import load
 
     ds = load(file)
-    study = ds.attrs.get("study", "")
-    if study in list_studies():
-        figure = find_study(study).draw(ds)
-    elif study and ds.attrs.get("probe") not in FIGURES:
+    own = _drawing(ds)
+    if own is None and ds.attrs.get("study") and ds.attrs.get("probe") not in FIGURES:
         raise ValueError(
-            f"{file} is of the study {study}, which is not here (vitprobe list studies), and of no single probe: run "
-            "the study's script again, which repeats no measurement and draws."
+            f"{file} is of the study {ds.attrs['study']}, which is not here (vitprobe list studies), and of no single "
+            "probe: run the study's script again, which repeats no measurement and draws."
         )
-    else:
-        figure = draw(ds)
+    figure = (own or draw)(ds)
     print(save_figure(figure, output or file.with_suffix(".png")))
+
+
+def _drawing(ds: xr.Dataset) -> "Callable[[xr.Dataset], Figure] | None":
+    """What draws a dataset of a study, if that is here."""
+    name = ds.attrs.get("study", "")
+    return find_study(name).draw if name in list_studies() else None
 
 
 def report(
@@ -437,7 +441,7 @@ def report(
                 raise ValueError(
                     f"{found[file.stem]} and {file} have one name, and a page has one of each: rename one."
                 )
-    print(write_report({name: load(file) for name, file in found.items()}, output))
+    print(write_report({name: load(file) for name, file in found.items()}, output, drawn_by=_drawing))
 
 
 def _train_without_flags() -> None:

@@ -10,13 +10,14 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray as xr
+from matplotlib.figure import Figure
 
 from vitprobe.figures import FIGURES, draw, pretty, save_figure
 from vitprobe.results import load, plain_name, replacing, save
@@ -54,6 +55,7 @@ def write_report(
     folder: str | os.PathLike[str],
     *,
     left_out: Mapping[str, str] | None = None,
+    drawn_by: Callable[[xr.Dataset], Callable[[xr.Dataset], Figure] | None] = lambda ds: None,
 ) -> Path:
     """Write measurements as a page, with their files and figures beside it.
 
@@ -65,6 +67,7 @@ def write_report(
         datasets: the measurements by name, of one run or of stacked runs, in the order of the page.
         folder: where everything goes; made if missing.
         left_out: what was not measured, and why, beside what the datasets' attributes `left_out` and `skipped` say.
+        drawn_by: what draws a dataset that is not to be drawn as its probe's, such as the study that it is of.
 
     Returns:
         The page.
@@ -82,7 +85,7 @@ def write_report(
         _keep(ds, folder / f"{plain_name(name)}.nc")
     common = _common(list(datasets.values()))
     sections = [
-        _section(plain_name(name), ds, _figure(ds, folder / f"{plain_name(name)}.png"), common)
+        _section(plain_name(name), ds, _figure(ds, folder / f"{plain_name(name)}.png", drawn_by(ds)), common)
         for name, ds in datasets.items()
     ]
     page = _page(datasets, sections, common, left_out or {})
@@ -481,12 +484,12 @@ def _all_values(ds: xr.Dataset, file: str) -> _Html:
 # --- what was measured and how ----------------------------------------------------------------------
 
 
-def _figure(ds: xr.Dataset, path: Path) -> _Html:
+def _figure(ds: xr.Dataset, path: Path, own: Callable[[xr.Dataset], Figure] | None) -> _Html:
     """Draw a measurement into its file, and into the page."""
-    if ds.attrs.get("probe") not in FIGURES:
+    if own is None and ds.attrs.get("probe") not in FIGURES:
         return _Html()
     try:
-        figure = draw(ds)
+        figure = (own or draw)(ds)
         save_figure(figure, path)
     except Exception as error:  # whatever it is, the other measurements have a right to their page
         path.unlink(missing_ok=True)  # an older figure is not one of these values
