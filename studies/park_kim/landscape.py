@@ -50,7 +50,7 @@ from vitprobe.study import Settings, Study, main
 from vitprobe.training import TrainingBatches
 
 # scale: images, pairs of directions, cells along each
-SIZES = {"smoke": (16, 1, 5), "quick": (320, 2, 11), "cpu": (512, 5, 11), "paper": (5000, 5, 21)}
+SIZES = {"smoke": (16, 1, 5), "quick": (320, 2, 11), "cpu": (192, 5, 7), "paper": (5000, 5, 21)}
 BATCH_SIZE = 96  # the published one
 FAMILIES = ("resnet", "vit", "alternet", "pit", "swin")
 SHOWN = {LOOKS[name].label: LOOKS[name] for name in FAMILIES}
