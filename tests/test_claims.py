@@ -293,7 +293,13 @@ def test_overview_keeps_to_the_width(width):
 
 
 def test_registry():
-    assert list(CLAIMS) == [f"E{number}" for number in range(1, 25)]
+    papers = {"E": 24, "Z": 9, "D": 11, "L": 5}
+    assert list(CLAIMS) == [f"{letter}{number}" for letter, count in papers.items() for number in range(1, count + 1)]
+    assert (
+        len({claim.paper for claim in CLAIMS.values()})
+        == len({(key[0], claim.paper) for key, claim in CLAIMS.items()})
+        == 4
+    )
     assert {key: claim.id for key, claim in CLAIMS.items()} == {key: key for key in CLAIMS}
     for claim in CLAIMS.values():
         texts = [claim.statement, claim.statistic, claim.published, claim.source]

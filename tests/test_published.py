@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from vitprobe.claims import CLAIMS
-from vitprobe.claims_park_kim import PAPER
 from vitprobe.published import park_kim_2022
+from vitprobe.published.claims_park_kim import PAPER
 
 NUMBERS = park_kim_2022()
 RESNET, VIT, MIXER = (NUMBERS["cifar100_error_nll"][name] for name in ("ResNet-50", "ViT-Ti", "MLP-Mixer-Ti"))

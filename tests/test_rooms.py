@@ -17,8 +17,7 @@ ALLOWED = {
     "data": set(),
     "results": set(),
     "published": set(),
-    "claims_park_kim": {"published"},
-    "claims": {"claims_park_kim", "published"},
+    "claims": {"published"},
     "figures": {"results"},
     "training": {"data", "results"},
     "attach": set(),
@@ -45,7 +44,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = (
-    "results", "published", "claims_park_kim", "claims", "figures", "study", "executors", "report", "seeds", "names",
+    "results", "published", "claims", "figures", "study", "executors", "report", "seeds", "names",
     "intervals", "cli",
 )  # fmt: skip
 

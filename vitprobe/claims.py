@@ -14,12 +14,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from vitprobe import claims_park_kim
 from vitprobe.intervals import finite_units, mean_interval, t_quantile
-from vitprobe.published import Claim
+from vitprobe.published import Claim, claims_dascoli, claims_li, claims_park_kim, claims_zheng
 
 Direction = Literal["above", "below"]
-CLAIMS: Mapping[str, Claim] = claims_park_kim.CLAIMS
+CLAIMS: Mapping[str, Claim] = {
+    **claims_park_kim.CLAIMS,
+    **claims_zheng.CLAIMS,
+    **claims_dascoli.CLAIMS,
+    **claims_li.CLAIMS,
+}
 VERDICTS = ("supported", "contradicted", "inconclusive")
 _MOST_UNITS = 100_000  # beyond this an estimate of the units needed says no more than "never"
 

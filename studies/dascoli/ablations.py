@@ -41,8 +41,7 @@ from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, seeds, vit
 from studies.dascoli.published import TABLE_3
 from studies.outcomes import difference, judge, outcome, part, where
 from studies.scales import LEAST
-from vitprobe.claims import Verdict, combine
-from vitprobe.claims_dascoli import CLAIMS
+from vitprobe.claims import CLAIMS, Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
 from vitprobe.runs import Run, load
 from vitprobe.study import Settings, Study, main

@@ -38,8 +38,7 @@ from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, kinds, seeds, 
 from studies.dascoli.published import TABLE_4
 from studies.outcomes import Look, difference, judge, outcome, part, where
 from studies.scales import LEAST
-from vitprobe.claims import Verdict, combine
-from vitprobe.claims_dascoli import CLAIMS
+from vitprobe.claims import CLAIMS, Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
 from vitprobe.probes import nonlocality
 from vitprobe.runs import Run, trained

@@ -54,8 +54,7 @@ from torch import nn
 from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, seeds, vit
 from studies.outcomes import judge, part
 from studies.scales import LEAST
-from vitprobe.claims import Verdict, combine
-from vitprobe.claims_dascoli import CLAIMS
+from vitprobe.claims import CLAIMS, Verdict, combine
 from vitprobe.data import ImageData
 from vitprobe.figures.page import GREY, PAGE_WIDTH, attribute, interval, style
 from vitprobe.models.attention import Attention

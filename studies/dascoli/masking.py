@@ -39,8 +39,7 @@ from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, kinds, seeds, 
 from studies.dascoli.published import TABLE_5, TABLE_6
 from studies.outcomes import Look, difference, judge, outcome, part, where
 from studies.scales import LEAST
-from vitprobe.claims import Verdict, combine
-from vitprobe.claims_dascoli import CLAIMS
+from vitprobe.claims import CLAIMS, Verdict, combine
 from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, interval, style
 from vitprobe.models.attention import Attention
 from vitprobe.probes import masking

@@ -48,8 +48,7 @@ from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, kinds, seeds, 
 from studies.dascoli.published import TABLE_1, TABLE_2
 from studies.outcomes import Look, difference, if_learned, judge, outcome, part, where
 from studies.scales import LEAST
-from vitprobe.claims import Verdict
-from vitprobe.claims_dascoli import CLAIMS
+from vitprobe.claims import CLAIMS, Verdict
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
 from vitprobe.models import model_cost
 from vitprobe.runs import Run

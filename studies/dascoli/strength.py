@@ -39,8 +39,7 @@ from matplotlib.ticker import NullLocator
 from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, seeds, vit
 from studies.outcomes import if_learned, judge, outcome, part, where
 from studies.scales import LEAST
-from vitprobe.claims import Verdict, combine, decide
-from vitprobe.claims_dascoli import CLAIMS
+from vitprobe.claims import CLAIMS, Verdict, combine, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, PALETTE, interval, style
 from vitprobe.runs import Run
 from vitprobe.study import Settings, Study, main

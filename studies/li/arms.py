@@ -8,8 +8,8 @@ import xarray as xr
 
 from studies.outcomes import Look, outcome
 from studies.scales import by_seed, sized
-from vitprobe.claims_li import PAPER
 from vitprobe.figures.page import BLUE, GREY, PALETTE, VERMILION
+from vitprobe.published.claims_li import PAPER
 from vitprobe.runs import Run, trained
 from vitprobe.study import Settings
 from vitprobe.training import split_recipe

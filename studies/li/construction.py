@@ -43,8 +43,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from studies.outcomes import part
-from vitprobe.claims import Claim, Verdict, combine
-from vitprobe.claims_li import CLAIMS, PAPER
+from vitprobe.claims import CLAIMS, Claim, Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, PALETTE, style
 from vitprobe.initializers.convolution import (
     convolution_as_attention,
@@ -55,6 +54,7 @@ from vitprobe.initializers.convolution import (
     patch_offsets,
 )
 from vitprobe.models.attention import Attention, RelativeBias
+from vitprobe.published.claims_li import PAPER
 from vitprobe.results import provenance
 from vitprobe.study import Settings, Study, main
 

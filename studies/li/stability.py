@@ -30,9 +30,9 @@ from matplotlib.ticker import NullLocator
 from studies.li.arms import ARMS, SCRATCH, TWO_PHASES, arm, of_arm, outcome_of_both
 from studies.outcomes import where
 from studies.scales import by_seed
-from vitprobe.claims import Verdict, decide
-from vitprobe.claims_li import CLAIMS, PAPER
+from vitprobe.claims import CLAIMS, Verdict, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
+from vitprobe.published.claims_li import PAPER
 from vitprobe.results import provenance, to_json
 from vitprobe.runs import Run, load
 from vitprobe.study import Settings, Study, main

@@ -39,8 +39,7 @@ from matplotlib.ticker import MaxNLocator
 from studies.li.arms import ARMS, CONVOLUTION, SCRATCH, TWICE, TWO_PHASES, of_arm, outcome_of_both
 from studies.outcomes import difference, if_learned, judge, part, where
 from studies.scales import LEAST
-from vitprobe.claims import Verdict, combine, decide
-from vitprobe.claims_li import CLAIMS
+from vitprobe.claims import CLAIMS, Verdict, combine, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
 from vitprobe.runs import Run
 from vitprobe.study import Settings, Study, main

@@ -47,8 +47,7 @@ from matplotlib.ticker import NullLocator
 from studies.outcomes import difference, judge, outcome, part, point, where
 from studies.scales import LEAST, by_seed
 from studies.zheng.shared import RECIPE, REFERENCES, convmixer, seeds_note
-from vitprobe.claims import Verdict, combine
-from vitprobe.claims_zheng import CLAIMS
+from vitprobe.claims import CLAIMS, Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, style
 from vitprobe.probes import filter_statistics
 from vitprobe.runs import Run

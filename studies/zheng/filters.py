@@ -34,8 +34,7 @@ from matplotlib.figure import Figure
 from studies.outcomes import difference, judge, outcome, part, where
 from studies.scales import LEAST, by_seed
 from studies.zheng.shared import GREEN, RECIPE, REFERENCES, Row, convmixer, draw_rows
-from vitprobe.claims import Direction, Verdict, combine
-from vitprobe.claims_zheng import CLAIMS
+from vitprobe.claims import CLAIMS, Direction, Verdict, combine
 from vitprobe.figures.page import BLUE, PALETTE, VERMILION
 from vitprobe.runs import Run
 from vitprobe.study import Settings, Study, main
