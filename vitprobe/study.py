@@ -505,5 +505,5 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {n:.1f}/{total} runs [{elapsed}]{po
 def _numbers(verdict: Verdict) -> str:
     if verdict.value != verdict.value:  # combined: the parts have the numbers
         return f"n = {verdict.n} {verdict.unit}s"
-    interval = f"{verdict.value:+.3f} [{verdict.low:+.3f}, {verdict.high:+.3f}]"
+    interval = f"{verdict.value:+.3g} [{verdict.low:+.3g}, {verdict.high:+.3g}]"
     return f"{interval}, n = {verdict.n} {verdict.unit}s; {verdict.detail}"
