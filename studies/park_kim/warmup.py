@@ -107,6 +107,8 @@ def named(settings: Settings) -> list[tuple[str, Run]]:
             continue
         if settings.scale == "paper":  # the small ViTs average their tokens already, and their runs are shared
             base = _with(base, pool="mean")
+        elif settings.scale == "smoke":  # which has fifteen networks to show that everything runs
+            base = _with(base, depth=1)
         few = replace(base.data, train_size=round(FRACTION * len(load(base.data).train)))
         width = sizes.dim // HEADS
         found += [
