@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
+from scipy.stats import spearmanr
 
 from vitprobe.claims import Claim, Direction, Verdict, decide
 from vitprobe.data.corruption import SMALLEST
@@ -155,6 +157,11 @@ def difference(ds: xr.Dataset, variable: str, one: Mapping[str, Any], other: Map
     return pair[0] - pair[1]
 
 
+def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Spearman's rank correlation; 0 where one side has no order at all."""
+    return float(spearmanr(one, other).statistic) if np.ptp(one) and np.ptp(other) else 0.0
+
+
 def part(claim: Claim, name: str, statement: str, *, published: str = "not published") -> Claim:
     """A part of a claim, or a control of it, with a name of its own.
 
@@ -252,6 +259,18 @@ def around(ax: Axes, x: np.ndarray, y: np.ndarray) -> None:
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         margin = 0.18 * ((high - low) or abs(high) or 1.0)
         limits(low - margin, high + margin)
+
+
+def logarithmic(ax: Axes, values: Sequence[float] | np.ndarray) -> None:
+    """A logarithmic abscissa that names the values measured.
+
+    Args:
+        ax: the axes.
+        values: all of them.
+    """
+    ax.set_xscale("log")
+    ax.set_xticks(values, labels=[f"{value:g}" for value in values])
+    ax.xaxis.set_minor_locator(NullLocator())
 
 
 def bars_note(seeds: int) -> str:

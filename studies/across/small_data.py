@@ -36,7 +36,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 from scipy.stats import rankdata
 
-from studies.outcomes import around, bars_note, if_learned, outcome, point
+from studies.outcomes import around, bars_note, if_learned, outcome, point, rank_correlation
 from studies.park_kim.eigenvalues import eigenvalues, measured_epochs
 from studies.park_kim.families import LOOKS, family, grid, steps
 from vitprobe.claims import Claim, Verdict
@@ -120,13 +120,6 @@ def _without(said: str) -> Iterator[None]:
 # --- what goes with accuracy ------------------------------------------------------------------------
 
 
-def spearman(one: np.ndarray, other: np.ndarray) -> float:
-    """Spearman's rank correlation; 0 where one side has no order at all."""
-    if not np.ptp(one) or not np.ptp(other):
-        return 0.0
-    return float(np.corrcoef(rankdata(one), rankdata(other))[0, 1])
-
-
 def permutation_p(one: np.ndarray, other: np.ndarray) -> float:
     """Two-sided p of Spearman's rank correlation: the share of all orders that give one as far from zero.
 
@@ -166,7 +159,7 @@ def of_seeds(ds: xr.Dataset, variable: str) -> list[float]:
     found = []
     for seed in np.unique(ds.seed.values):
         runs = ds.isel(run=np.flatnonzero(ds.seed.values == seed))
-        found.append(spearman(runs[variable].values, runs.accuracy.values))
+        found.append(rank_correlation(runs[variable].values, runs.accuracy.values))
     return found
 
 
@@ -176,7 +169,7 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     p = [permutation_p(means(ds, name), accuracy) for name in MEASURES]
     found = []
     for name, raw, corrected in zip(MEASURES, p, holm(p), strict=True):
-        rho = spearman(means(ds, name), accuracy)
+        rho = rank_correlation(means(ds, name), accuracy)
         _, low, high = mean_interval(of_seeds(ds, name))
         claim = Claim(
             id=f"A {name}",
@@ -219,7 +212,7 @@ def draw(ds: xr.Dataset) -> Figure:
                 point(ax, runs[name].values, runs.accuracy.values, errors=errors, **drawn)
             around(ax, ds[name].values, ds.accuracy.values)
             p = permutation_p(means(ds, name), accuracy)
-            ax.set_title(f"ρ = {spearman(means(ds, name), accuracy):+.2f}, p = {p:.2f}")
+            ax.set_title(f"ρ = {rank_correlation(means(ds, name), accuracy):+.2f}, p = {p:.2f}")
             ax.set_xlabel(f"{text}\n[{units}]")
         for ax in axes[:, 0]:
             ax.set_ylabel("test accuracy [%]")

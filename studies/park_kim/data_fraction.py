@@ -31,9 +31,8 @@ import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
-from studies.outcomes import judge, outcome, part, where
+from studies.outcomes import judge, logarithmic, outcome, part, where
 from studies.park_kim.families import CLAIMS, LOOKS, REFERENCES, family
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Verdict, combine
@@ -236,7 +235,7 @@ def draw(ds: xr.Dataset) -> Figure:
                 if len(np.unique(points.value.values)) > 1:
                     _curves(column, points, model, percent=name in ("data", "images"))
             column[0].set_title(titles[name])
-            _ticks(column[1], _values(ds, name) * (100 if name in ("data", "images") else 1))
+            logarithmic(column[1], _values(ds, name) * (100 if name in ("data", "images") else 1))
             column[1].set_xlabel(labels[name])
         axes[0, 0].set_ylabel("test error [%]")
         axes[1, 0].set_ylabel("NLL of training,\nabove its floor [nats]")
@@ -268,13 +267,6 @@ def _curves(column: Sequence[Axes], points: xr.Dataset, model: str, *, percent: 
             values * (100 if percent else 1), middle, bars if np.isfinite(bars).any() else None,
             label=pretty(model), markersize=3.5, elinewidth=0.7, capsize=1.5, color=look.color, marker=look.marker,
         )  # fmt: skip
-
-
-def _ticks(ax: Axes, values: np.ndarray) -> None:
-    """A logarithmic axis that names the values measured."""
-    ax.set_xscale("log")
-    ax.set_xticks(values, labels=[f"{value:g}" for value in values])
-    ax.xaxis.set_minor_locator(NullLocator())
 
 
 STUDY = Study(

@@ -31,9 +31,20 @@ from dataclasses import replace
 import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
-from scipy.stats import spearmanr
 
-from studies.outcomes import NLL_LABEL, Look, around, bars_note, difference, judge, outcome, part, point, where
+from studies.outcomes import (
+    NLL_LABEL,
+    Look,
+    around,
+    bars_note,
+    difference,
+    judge,
+    outcome,
+    part,
+    point,
+    rank_correlation,
+    where,
+)
 from studies.park_kim import families
 from studies.park_kim.families import CLAIMS, REFERENCES, family
 from vitprobe.claims import Verdict, combine
@@ -79,11 +90,6 @@ def grid(settings: Settings) -> list[Run]:
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Error and training loss of one trained network."""
     return outcome(run, settings, references=REFERENCES)[1]
-
-
-def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Spearman's rank correlation; 0 where one side has no order at all."""
-    return float(spearmanr(one, other).statistic) if np.ptp(one) and np.ptp(other) else 0.0
 
 
 def correlations(ds: xr.Dataset, one: str, other: str) -> list[float]:

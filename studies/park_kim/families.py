@@ -160,7 +160,7 @@ def judge(ds: xr.Dataset, variable: str, claim: Claim, headline: Sequence[str]) 
 
 def headline(ds: xr.Dataset) -> list[str]:
     """The families that the paper published these claims for: the ResNet and the plain ViT."""
-    return [model for model in dict.fromkeys(ds.model.values.tolist()) if model.startswith(("resnet", "preact", "vit"))]
+    return [model for model in dict.fromkeys(ds.model.values.tolist()) if family(model) in ("resnet", "vit")]
 
 
 __all__ = ["CLAIMS", "LOOKS", "family", "grid", "headline", "judge", "measure", "steps"]

@@ -42,9 +42,8 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
 
-from studies.outcomes import difference, judge, outcome, part, point, where
+from studies.outcomes import difference, judge, logarithmic, outcome, part, point, where
 from studies.scales import LEAST, by_seed
 from studies.zheng.shared import RECIPE, REFERENCES, convmixer, seeds_note
 from vitprobe.claims import CLAIMS, Verdict, combine
@@ -191,9 +190,7 @@ def draw(ds: xr.Dataset) -> Figure:
 def _logarithmic(ax: Axes, ticks: list[float], limit: float = np.inf) -> None:
     """A logarithmic axis that names these values, up to the first beyond a limit."""
     shown = [tick for tick in ticks if tick < 2 * limit]
-    ax.set_xscale("log")
-    ax.set_xticks(shown, labels=[f"{tick:g}" for tick in shown])
-    ax.xaxis.set_minor_locator(NullLocator())
+    logarithmic(ax, shown)
 
 
 STUDY = Study(

@@ -12,7 +12,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from studies.across import small_data
-from studies.across.small_data import MEASURES, holm, permutation_p, reach, spearman
+from studies.across.small_data import MEASURES, holm, permutation_p, rank_correlation, reach
 from studies.park_kim.families import MICRO, grid
 from vitprobe.models import create_model
 from vitprobe.runs import Run, load
@@ -42,7 +42,7 @@ def test_spearman_and_its_exact_p_are_scipys():
     rng = np.random.default_rng(1)
     for _ in range(5):
         one, other = rng.normal(size=(2, 6))
-        assert spearman(one, other) == pytest.approx(stats.spearmanr(one, other).statistic)
+        assert rank_correlation(one, other) == pytest.approx(stats.spearmanr(one, other).statistic)
         exact = stats.permutation_test(
             (one,), lambda x, other=other: stats.spearmanr(x, other).statistic, permutation_type="pairings"
         )

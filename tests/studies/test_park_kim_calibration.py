@@ -1,6 +1,5 @@
 """The study of augmentation and calibration: its pairs of recipes, verdicts on datasets made by hand, and a run."""
 
-from concurrent.futures import Future
 from dataclasses import fields, replace
 
 import numpy as np
@@ -10,19 +9,10 @@ import xarray as xr
 from studies.park_kim import calibration
 from studies.park_kim.families import SCALES
 from studies.park_kim.families import grid as families_grid
-from vitprobe.study import Settings, run_study
+from vitprobe.study import Settings
 from vitprobe.training import Recipe, make_recipe
 
 SEEDS = 3
-
-
-class Here:
-    """An executor in this process: spawning costs more than the study."""
-
-    def submit(self, function, *arguments):
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
 
 
 def differing(one: Recipe, other: Recipe) -> set[str]:
@@ -102,12 +92,11 @@ def test_no_evidence(options):
     assert set(words(stacked(0.1, -0.1, -0.1, **options)).values()) == {"inconclusive"}
 
 
-def test_smoke(tmp_path):
-    settings = Settings(scale="smoke", out=tmp_path / "out", cache=tmp_path / "cache", workers=1, seeds=1)
+def test_smoke(smoke_run):
     grid = calibration.grid
     small = replace(calibration.STUDY, grid=lambda asked: [run for run in grid(asked) if run.model == "vit_nano"])
     small = replace(small, verdicts=lambda ds: [calibration.judge(ds, calibration.CLAIMS["E22"], *_ONE)])
-    path = run_study(small, settings, executor=Here())
+    path = smoke_run(small, train_size=200, test_size=100)
     ds = xr.load_dataset(path)
     assert ds.augmentation.values.tolist() == ["weak", "images alone", "strong"]
     assert path.with_suffix(".png").stat().st_size > 10_000

@@ -13,7 +13,7 @@ from studies.park_kim import data_fraction
 from studies.park_kim.data_fraction import SWEEPS, sweep, together, where_model
 from vitprobe.results import load
 from vitprobe.runs import DataSpec, Run
-from vitprobe.study import Settings, run_study
+from vitprobe.study import Settings
 from vitprobe.training import Recipe
 
 # images, epochs, patch size; the first is the run around which the others go.
@@ -114,19 +114,8 @@ def test_variants_see_what_they_should():
     assert [run.recipe.warmup_epochs for run in around[:3]] == [1, 1, 10]
 
 
-def test_smoke_run(tmp_path, capsys):
-    settings = Settings(
-        scale="smoke",
-        train_size=40,
-        test_size=30,
-        seeds=1,
-        out=tmp_path / "out",
-        cache=tmp_path / "cache",
-        device="cpu",
-    )
-    from test_park_kim_error import Here
-
-    path = run_study(data_fraction.STUDY, settings, executor=Here())
+def test_smoke_run(smoke_run):
+    path = smoke_run(data_fraction.STUDY, train_size=40)
     assert path.with_suffix(".png").stat().st_size > 20_000
     ds = load(path)
     assert ds.sizes == {"run": 8}

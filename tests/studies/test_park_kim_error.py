@@ -9,27 +9,16 @@ import xarray as xr
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from studies.outcomes import difference, where
+from studies.outcomes import difference, rank_correlation, where
 from studies.park_kim import error
-from studies.park_kim.error import BIAS, LOOKS, PUBLISHED, SECOND, correlations, rank_correlation
+from studies.park_kim.error import BIAS, LOOKS, PUBLISHED, SECOND, correlations
 from studies.park_kim.families import family
 from vitprobe.models import list_models
 from vitprobe.published import park_kim_2022
 from vitprobe.results import load
-from vitprobe.study import Settings, run_study
+from vitprobe.study import Settings
 
 MODELS = ["resnet_nano", "alternet_nano", "convit_nano", "vit_nano", "mixer_nano"]
-
-
-class Here:
-    """An executor in this process: spawning costs more than the study."""
-
-    def submit(self, function, *arguments):
-        from concurrent.futures import Future
-
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
 
 
 def stacked(errors: list[float], losses: list[float], *, seeds: int = 6, noise: float = 1e-3) -> xr.Dataset:
@@ -126,17 +115,8 @@ def test_no_two_networks_of_the_paper_scale_look_alike():
     assert len(looks) == len(models) == 12
 
 
-def test_smoke_run(tmp_path, capsys):
-    settings = Settings(
-        scale="smoke",
-        train_size=50,
-        test_size=30,
-        seeds=1,
-        out=tmp_path / "out",
-        cache=tmp_path / "cache",
-        device="cpu",
-    )
-    path = run_study(error.STUDY, settings, executor=Here())
+def test_smoke_run(smoke_run):
+    path = smoke_run(error.STUDY)
     assert path.with_suffix(".png").stat().st_size > 20_000
     ds = load(path)
     assert ds.sizes == {"run": 8}
