@@ -182,8 +182,11 @@ def test_combined_verdicts():
     assert combine(CLAIM, [yes, open_]).needed == open_.needed
     both = combine(CLAIM, [yes, open_, single])
     assert (both.verdict, both.needed, both.n) == ("inconclusive", None, 1)
-    assert "attention units" in both.detail
-    assert "wholly above 0" in both.detail
+    named = replace(yes, claim=replace(CLAIM, id=f"{CLAIM.id} msa"))
+    assert combine(CLAIM, [named]).detail == "msa: supported at 1 [0.752, 1.25], n = 3 seeds (attention units)"
+    assert combine(CLAIM, [no]).detail.startswith(f"{CLAIM.statement}: contradicted at 1 [")
+    nested = combine(replace(CLAIM, id=f"{CLAIM.id} all"), [named])
+    assert combine(CLAIM, [nested]).detail.startswith("all: supported (")
     with pytest.raises(ValueError, match="no parts"):
         combine(CLAIM, [])
 
@@ -256,6 +259,24 @@ def test_scorecard_is_grouped_by_paper():
     assert "- A2, against it: others differ" in page.splitlines()
     row = "| A1 | A1 holds | above 0 | 1 [-0.242, 2.24], n = 3 seeds | inconclusive (about 4 seeds would decide) |"
     assert page.splitlines().count(row) == 2
+
+
+def test_summary_names_the_claims_by_their_verdicts():
+    yes, no = (decide(REGISTRY["A1"], [0.9, 1.0, 1.1], threshold=threshold) for threshold in (0, 2))
+    part = replace(no, claim=replace(REGISTRY["A1"], id="A1 part"))
+
+    def row(*verdicts: Verdict) -> list[str]:
+        head, _, one, two = claims.summary([Judged("A", "cpu", "a.nc", "", verdicts)], REGISTRY).splitlines()
+        assert head == "| Paper | supported | contradicted | inconclusive | not measured |"
+        assert two == "| Two |  |  |  | B1 |"
+        return [cell.strip() for cell in one.split("|")[1:-1]]
+
+    assert row() == ["One", "", "", "", "A1, A2"]
+    # A part counts only where the whole is not judged.
+    assert row(yes, part) == ["One", "A1", "", "", "A2"]
+    assert row(part) == ["One", "", "A1", "", "A2"]
+    # Two datasets that judge one claim: it is contradicted if one of them says so.
+    assert row(yes, no, replace(yes, claim=REGISTRY["A2"])) == ["One", "A2", "A1", "", ""]
 
 
 def test_scorecard_without_a_registry_has_only_what_is_judged():

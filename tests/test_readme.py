@@ -24,6 +24,18 @@ def test_the_table_is_complete():
     assert [name for name in foreign_models.MODELS if f"| {name} |" not in README] == []
 
 
+def test_the_scorecard_is_that_of_the_results(tmp_path):
+    from vitprobe.claims import CLAIMS, summary
+    from vitprobe.study import find_verdicts, write_claims
+
+    judged = find_verdicts(ROOT / "results", deep=True)
+    evidence = [one for one in judged if one.scale in ("cpu", "paper")]
+    between = README.partition("<!-- scorecard: begin -->\n")[2].partition("<!-- scorecard: end -->")[0]
+    assert between == summary(evidence, CLAIMS), "copy the first table of results/claims.md to README.md"
+    page = write_claims(tmp_path, "cpu", judged=judged, registry=CLAIMS)
+    assert page.read_text() == (ROOT / "results" / "claims.md").read_text(), "type: vitprobe claims"
+
+
 def test_python_blocks_compile_and_name_what_is_there():
     import vitprobe
 

@@ -214,9 +214,16 @@ def combine(claim: Claim, parts: Sequence[Verdict]) -> Verdict:
         n=min(part.n for part in parts),
         unit=parts[0].unit,
         rule="supported if all parts are, contradicted if any is",
-        detail="; ".join(f"{part.verdict}: {_ours(part)} ({part.rule}) {part.detail}".strip() for part in parts),
+        detail="; ".join(_of_whole(part, claim) for part in parts),
         needed=max(undecided) if verdict == "inconclusive" and len(undecided) == unsure else None,
     )
+
+
+def _of_whole(part: Verdict, whole: Claim) -> str:
+    """A part in a phrase; the whole has said which claim it is of, and the part's own record has its rule."""
+    name = part.claim.id.removeprefix(whole.id).strip() or part.claim.statement
+    numbers = "" if math.isnan(part.value) else f" at {_ours(part)}"
+    return f"{name}: {part.verdict}{numbers}" + (f" ({part.detail})" if part.detail else "")
 
 
 # --- text ------------------------------------------------------------------------------------------------
@@ -298,6 +305,8 @@ def scorecard(judged: Sequence[Judged], registry: Mapping[str, Claim] | None = N
         "# Verdicts on published claims\n\nGenerated from the datasets named here; a verdict holds at the scale and "
         "for the networks of its dataset.\n"
     ]
+    if registry:
+        parts.append(summary(judged, registry))
     for paper in dict.fromkeys(claim.paper for claim in [*known, *(verdict.claim for verdict in verdicts)]):
         parts.append(f"## {paper}\n")
         for one in judged:
@@ -310,6 +319,31 @@ def scorecard(judged: Sequence[Judged], registry: Mapping[str, Claim] | None = N
             rows += [(claim.id, claim.statement, claim.statistic, claim.published, "not measured") for claim in left]
             parts += ["### Not measured\n", _table(rows, left)]
     return "\n".join(parts)
+
+
+def summary(judged: Sequence[Judged], registry: Mapping[str, Claim]) -> str:
+    """A Markdown table that names the claims of each paper by their verdicts.
+
+    A claim that several datasets judge, or only parts of which are judged, counts as `combine` would have it.
+
+    Args:
+        judged: the verdicts of each dataset.
+        registry: claims by their ids.
+
+    Returns:
+        The text.
+    """
+    words: dict[str, dict[str, list[str]]] = {}
+    for claim in registry.values():
+        of_claim = [v for one in judged for v in one.verdicts if _whole(v.claim) == _whole(claim)]
+        whole = [v for v in of_claim if v.claim.id == claim.id]
+        word = combine(claim, whole or of_claim).verdict if of_claim else "not measured"
+        words.setdefault(claim.paper, {}).setdefault(word, []).append(claim.id)
+    columns = [*VERDICTS, "not measured"]
+    rows = [("Paper", *columns)]
+    for paper, found in words.items():
+        rows.append((paper, *(", ".join(found.get(column, ())) for column in columns)))
+    return _table(rows, [])
 
 
 def overview(judged: Sequence[Judged], registry: Mapping[str, Claim], *, width: int = 200) -> str:
@@ -363,8 +397,10 @@ def _table(rows: Sequence[Sequence[str]], claims: Iterable[Claim]) -> str:
     """A Markdown table whose first row is its head, and what speaks against the claims."""
     lines = [f"| {' | '.join(_cell(text) for text in row)} |" for row in rows]
     lines.insert(1, f"| {' | '.join('---' for _ in rows[0])} |")
-    against = {claim.id: claim.counter_evidence for claim in claims}
-    notes = [f"- {name}, against it: {text}" for name, text in against.items() if text]
+    against: dict[str, str] = {}
+    for claim in claims:
+        against.setdefault(claim.counter_evidence, claim.id)  # once, where parts share it
+    notes = [f"- {name}, against it: {text}" for text, name in against.items() if text]
     return "\n".join(lines + ([""] if notes else []) + notes) + "\n"
 
 

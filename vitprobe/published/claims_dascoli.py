@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from vitprobe.published import Claim
 
 PAPER = (
-    "d'Ascoli, Touvron, Leavitt, Morcos, Biroli & Sagun, ConViT: Improving Vision Transformers with Soft Convolutional "
+    "d'Ascoli et al., ConViT: Improving Vision Transformers with Soft Convolutional "
     "Inductive Biases, ICML 2021 (arXiv:2103.10697)"
 )
 
