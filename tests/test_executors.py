@@ -528,9 +528,31 @@ def test_what_is_left_takes_the_time_that_as_much_has_taken(monkeypatch):
     progress.end(Path("a"), None)
     progress.end(Path("d"), Failure("ValueError", "no", ""))
     progress.show({object(): Path("b")})
-    # 0.5 + 0.125 runs in 50 s; 0.125 + 1 are left.
-    assert progress.remaining() == pytest.approx(50 / 0.625 * 1.125)
-    assert progress.summary(1) == "1 done, 1 running, 1 failed, 01:30 left"
+    # Training is nine tenths of a run: 0.55 + 0.1125 runs in 50 s; 0.2125 + 1 are left.
+    assert progress.remaining() == pytest.approx(50 / 0.6625 * 1.2125)
+    assert progress.summary(1) == "1 done, 1 running, 1 failed, 01:31 left"
+    progress.end(Path("c"), None)
+    assert progress.remaining() == pytest.approx(50 / 1.6625 * 0.2125)
+
+
+def test_measuring_what_is_trained_already_shows_in_what_is_left(monkeypatch):
+    from vitprobe.study import _Progress
+
+    class Run:
+        label = "run"
+
+        def fraction(self, cache):
+            return 1.0
+
+    class Bar:
+        disable = True
+
+    now = [100.0]
+    monkeypatch.setattr("vitprobe.study.time.monotonic", lambda: now[0])
+    progress = _Progress({Path(name): Run() for name in "abcd"}, None, Bar())
+    now[0] = 110.0
+    progress.end(Path("a"), None)
+    assert progress.remaining() == pytest.approx(30.0)
 
 
 # --- what travels -----------------------------------------------------------------------------------

@@ -439,6 +439,11 @@ def _keep(task: Task, file: Path, recompute: bool) -> Failure | None:
     return None
 
 
+# The share of a run that counts as its training, so that measuring a trained one moves the bar too. How the two
+# compare differs from study to study; the estimate of what is left mends itself as runs end.
+_TRAINING = 0.9
+
+
 class _Progress:
     """How far a grid of runs is.
 
@@ -451,7 +456,7 @@ class _Progress:
     def __init__(self, runs: Mapping[Path, RunLike], cache: Path | None, bar: "tqdm[Any]") -> None:
         self.runs, self.cache, self.bar = runs, cache, bar
         self.ended: dict[Path, Failure | None] = {}
-        self.parts = self.first = {file: run.fraction(cache) for file, run in runs.items()}
+        self.parts = self.first = {file: self._part(file) for file in runs}
         self.start = time.monotonic()
 
     def end(self, file: Path, failure: Failure | None) -> None:
@@ -467,7 +472,7 @@ class _Progress:
 
     def show(self, current: Mapping[Task, Path]) -> None:
         """Move the bar."""
-        self.parts = self.parts | {file: self.runs[file].fraction(self.cache) for file in current.values()}
+        self.parts = self.parts | {file: self._part(file) for file in current.values()}
         if self.bar.disable:
             return
         parts = {file: self.parts[file] for file in current.values()}
@@ -476,6 +481,9 @@ class _Progress:
         self.bar.n = round(len(self.ended) + waiting, 2)
         going = [f"{self.runs[file].label} {part:.0%}" for file, part in parts.items() if 0 < part < 1]
         self.bar.set_postfix_str(", ".join([self.summary(running), *going[:3]]))
+
+    def _part(self, file: Path) -> float:
+        return _TRAINING * self.runs[file].fraction(self.cache)
 
     def summary(self, running: int | None = None) -> str:
         """Done, running, failed and remaining time."""

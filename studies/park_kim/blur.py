@@ -221,7 +221,7 @@ def draw(ds: xr.Dataset) -> Figure:
         axes[1, 1].set_ylabel("change of log2 variance\nby the blur [doublings]")
         _pairs(axes[0, 2], ds, "ape", doublings_of_ape(ds), "doublings")
         axes[0, 2].set_ylabel("APE at the end\nof warm-up [nats]")
-        _pairs(axes[1, 2], ds, "error", error, "percentage points")
+        _pairs(axes[1, 2], ds, "error", error, "points")
         axes[1, 2].set_ylabel("test error [%]")
         handles = [
             Line2D([], [], color=color, marker="o", markersize=3, label=label) for label, color in LOOKS.values()
