@@ -514,4 +514,4 @@ def _numbers(verdict: Verdict) -> str:
     if verdict.value != verdict.value:  # combined: the parts have the numbers
         return f"n = {verdict.n} {verdict.unit}s"
     interval = f"{verdict.value:+.3g} [{verdict.low:+.3g}, {verdict.high:+.3g}]"
-    return f"{interval}, n = {verdict.n} {verdict.unit}s; {verdict.detail}"
+    return f"{interval}, n = {verdict.n} {verdict.unit}s" + (f"; {verdict.detail}" if verdict.detail else "")
