@@ -269,7 +269,7 @@ def logarithmic(ax: Axes, values: Sequence[float] | np.ndarray) -> None:
         values: all of them.
     """
     ax.set_xscale("log")
-    ax.set_xticks(values, labels=[f"{value:g}" for value in values])
+    ax.set_xticks(values, labels=[f"{value:.3g}" for value in values])
     ax.xaxis.set_minor_locator(NullLocator())
 
 
