@@ -62,7 +62,7 @@ class Sweeps:
 
 SWEEPS = {
     "smoke": Sweeps(fractions=(0.5,), controls=(0.5,), lengths=(2,), patches=()),
-    "quick": Sweeps(fractions=(0.1, 0.3), controls=(0.1, 0.3), lengths=(0.2, 0.5), patches=(1, 4)),
+    "quick": Sweeps(fractions=(0.1, 0.3), controls=(0.1, 0.3), lengths=(0.2, 0.5), patches=(4,)),
     "cpu": Sweeps(fractions=(0.02, 0.1, 0.3), controls=(0.1,), lengths=(0.25, 0.5), patches=(8,), resnet=False),
     "paper": Sweeps(
         fractions=(0.02, 0.06, 0.1, 0.25, 0.5),

@@ -90,10 +90,12 @@ SIZES = {
     "cpu": Sizes(dim=96, patch=4, patches=(2, 8), kernels=(3, 5), heads=(1, 6, 12), head_widths=(16, 64)),
     "paper": Sizes(dim=192, patch=4, patches=(2, 8), kernels=(3, 5), heads=(1, 6, 12), head_widths=(32, 128)),
 }
+SEEDS = {"quick": 2}  # fewer than families.grid has
 
 
 def named(settings: Settings) -> list[tuple[str, Run]]:
     """ViT and ResNet of families.grid and what is made of them, with their names, seed by seed."""
+    settings = replace(settings, seeds=settings.seeds or SEEDS.get(settings.scale))
     sizes, found = SIZES[settings.scale], list[tuple[str, Run]]()
     augmentations = calibration.recipes(settings.scale)
     for base in families_grid(settings):
