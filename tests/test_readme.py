@@ -48,7 +48,7 @@ def test_python_blocks_compile_and_name_what_is_there():
 def test_every_study_is_in_the_table():
     from vitprobe.cli import list_studies
 
-    assert [name for name in list_studies() if f"`vitprobe run {name}`" not in README] == []
+    assert [name for name in list_studies() if f"| `{name}` |" not in README] == []
 
 
 def test_ci_runs_the_commands_of_the_readme():
