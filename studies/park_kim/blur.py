@@ -42,9 +42,10 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from studies.outcomes import difference, judge, outcome, part, where
-from studies.park_kim.eigenvalues import STATISTICS, eigenvalues, measured_epochs
+from studies.park_kim.eigenvalues import STATISTICS, contrast, eigenvalues, measured_epochs
 from studies.park_kim.families import CLAIMS, REFERENCES, family
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Verdict, combine
@@ -55,6 +56,7 @@ from vitprobe.runs import Run, Trained
 from vitprobe.study import Settings, Study, main
 
 PLAIN, BLURRED = "none", "box"
+WITH_AND_WITHOUT = {"smoothing": BLURRED}, {"smoothing": PLAIN}
 LOOKS = {PLAIN: ("ResNet", BLUE), BLURRED: ("with box blurs", VERMILION)}
 # Each on the scale where a change means the same everywhere: an amplitude's logarithm, and doublings of a variance.
 QUANTITIES = {
@@ -64,7 +66,6 @@ QUANTITIES = {
 }
 WHITE = -2.0  # what a 2 x 2 box blur does to the variance of white noise, in doublings
 ENDS = {"last map": ("block", "blur"), "last block": ("block",)}
-TINY = float(np.finfo(np.float32).tiny)  # for a network without a positive eigenvalue
 
 
 def grid(settings: Settings) -> list[Run]:
@@ -148,14 +149,7 @@ def ending(ds: xr.Dataset, variable: str, end: str) -> np.ndarray:
     values = scaled(ds, variable).transpose("run", "layer").values
     among = ds.role.isin(ENDS[end]).transpose("run", "layer").values
     last = [row[chosen][-1] for row, chosen in zip(values, among, strict=True)]
-    return difference(ds.assign(end=("run", last)), "end", {"smoothing": BLURRED}, {"smoothing": PLAIN})
-
-
-def doublings_of_ape(ds: xr.Dataset) -> np.ndarray:
-    """Log2 of APE at the end of the warm-up, with blurs less without, `(seed,)`."""
-    return difference(
-        ds.assign(log2_ape=np.log2(ds.ape.clip(min=TINY))), "log2_ape", {"smoothing": BLURRED}, {"smoothing": PLAIN}
-    )
+    return difference(ds.assign(end=("run", last)), "end", *WITH_AND_WITHOUT)
 
 
 def verdicts(ds: xr.Dataset) -> list[Verdict]:
@@ -178,7 +172,7 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     deciding.append(
         judge(
             part(whole, "APE", "box blurs lower the mean of the positive eigenvalues at the end of the warm-up"),
-            doublings_of_ape(ds),
+            contrast(ds, "ape", *WITH_AND_WITHOUT),
             "below",
             ds,
             detail=f"log2 of the ratio; APE {blurred:.3g} with blurs, {plain:.3g} without",
@@ -195,7 +189,7 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
         for end in ENDS
         for variable, (said, name) in QUANTITIES.items()
     ]
-    error = difference(ds, "error", {"smoothing": BLURRED}, {"smoothing": PLAIN})
+    error = difference(ds, "error", *WITH_AND_WITHOUT)
     beside.append(
         judge(part(whole, "error", "a ResNet with box blurs has a lower test error"), error, "below", ds, detail="%")
     )
@@ -207,7 +201,7 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
 
 def draw(ds: xr.Dataset) -> Figure:
     """Above: high frequencies and variance along the network, and APE. Below: what each blur does, and the error."""
-    error = difference(ds, "error", {"smoothing": BLURRED}, {"smoothing": PLAIN})
+    error = difference(ds, "error", *WITH_AND_WITHOUT)
     with style():
         figure = Figure(figsize=(PAGE_WIDTH, 4.6), layout="constrained")
         axes = figure.subplots(2, 3)
@@ -219,7 +213,7 @@ def draw(ds: xr.Dataset) -> Figure:
         axes[1, 0].set_ylabel("change of that amplitude\nby the blur [nats]")
         _by_blurs(axes[1, 1], ds, "variance", expected=WHITE)
         axes[1, 1].set_ylabel("change of log2 variance\nby the blur [doublings]")
-        _pairs(axes[0, 2], ds, "ape", doublings_of_ape(ds), "doublings")
+        _pairs(axes[0, 2], ds, "ape", contrast(ds, "ape", *WITH_AND_WITHOUT), "doublings")
         axes[0, 2].set_ylabel("APE at the end\nof warm-up [nats]")
         _pairs(axes[1, 2], ds, "error", error, "points")
         axes[1, 2].set_ylabel("test error [%]")
@@ -260,7 +254,7 @@ def _along_network(ax: Axes, ds: xr.Dataset, variable: str) -> None:
         lines.append(values)
     limit([ax], lines)
     ax.set_xlabel("block")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _by_blurs(ax: Axes, ds: xr.Dataset, variable: str, *, expected: float | None = None) -> None:

@@ -1,10 +1,12 @@
 """What the studies of the Hessian share: the paper's eigenvalues of a network at an epoch, with NEP and APE."""
 
-import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import xarray as xr
 
+from studies.outcomes import difference
 from vitprobe.probes import hessian_eigenvalues
 from vitprobe.runs import Run, Trained
 from vitprobe.study import Settings
@@ -69,7 +71,23 @@ def measured_epochs(run: Run) -> list[int]:
     return [epoch for epoch in kept if epoch >= first]
 
 
-def log2_ratio(one: float, other: float) -> float:
-    """How many doublings the one is above the other, both kept from zero (no positive eigenvalue at all)."""
-    tiny = float(np.finfo(np.float32).tiny)
-    return math.log2(max(one, tiny) / max(other, tiny))
+def doublings(ape: xr.DataArray) -> xr.DataArray:
+    """The logarithm of APE to base 2, kept finite where a network has no positive eigenvalue at all."""
+    return np.log2(ape.clip(min=float(np.finfo(np.float32).tiny)))
+
+
+def contrast(ds: xr.Dataset, variable: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> np.ndarray:
+    """Of each seed one kind of network against another: APE in doublings, anything else by difference.
+
+    Args:
+        ds: stacked runs, at one epoch.
+        variable: which, e.g. `"nep"`.
+        one: coordinates of the first kind.
+        other: coordinates of the second.
+
+    Returns:
+        `(seed,)`, of the seeds that both have.
+    """
+    if variable == "ape":
+        ds = ds.assign(ape=doublings(ds.ape))
+    return difference(ds, variable, one, other)

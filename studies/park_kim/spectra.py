@@ -48,11 +48,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from studies.outcomes import Look, if_learned
-from studies.park_kim.eigenvalues import STATISTICS, eigenvalues, log2_ratio, measured_epochs
+from studies.outcomes import Look, judge, where
+from studies.park_kim.eigenvalues import STATISTICS, contrast, eigenvalues, measured_epochs
 from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
-from vitprobe.claims import Claim, Verdict, combine, decide
+from vitprobe.claims import Claim, Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
 from vitprobe.published import park_kim_2022
 from vitprobe.results import to_json
@@ -96,11 +96,11 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
     return (
         along_epochs(spectra)
         .reindex(epoch=measured_epochs(run))
+        .assign_coords(seed=((), run.recipe.seed, {"long_name": "seed of the run", "units": "1"}))
         .assign_attrs(
             probe="hessian_spectra",
             family=family_of(run),
             warmup_end=measured_epochs(run)[0],
-            seed=run.recipe.seed,
             accuracy=100 * float(last.test_accuracy),
             accuracy_se=100
             * float(np.sqrt(last.test_accuracy * (1 - last.test_accuracy) / len(result.data.test.labels))),
@@ -130,16 +130,6 @@ def along_epochs(spectra: dict[int, xr.Dataset]) -> xr.Dataset:
 # --- verdicts ---------------------------------------------------------------------------------------
 
 
-def by_seed(ds: xr.Dataset, family: str, variable: str, epoch: int) -> dict[int, float]:
-    """A variable of a family's networks at an epoch, by seed."""
-    runs = ds.isel(run=np.flatnonzero(ds.family == family)).sel(epoch=epoch)
-    return dict(zip(_seeds(runs), runs[variable].values.tolist(), strict=True))
-
-
-def _seeds(runs: xr.Dataset) -> list[int]:
-    return np.broadcast_to(runs.seed if "seed" in runs.coords else runs.attrs["seed"], runs.sizes["run"]).tolist()
-
-
 def compare(
     ds: xr.Dataset, claim: Claim, variable: str, first: str, second: str, epoch: int, *, above: bool
 ) -> Verdict:
@@ -154,27 +144,18 @@ def compare(
         epoch: after which.
         above: whether the claim says above.
     """
-    one, other = (by_seed(ds, family, variable, epoch) for family in (first, second))
-    pairs = [(one[seed], other[seed]) for seed in one if seed in other]
-    said = f"{variable.upper()} {_mean(one)} {first}, {_mean(other)} {second}"
-    values = [log2_ratio(*pair) if variable == "ape" else pair[0] - pair[1] for pair in pairs]
-    verdict = decide(claim, values, threshold=0.0, direction="above" if above else "below", detail=said)
-    return _if_learned(verdict, ds, [first, second])
+    ds = ds.sel(epoch=epoch)
+    means = ", ".join(f"{where(ds, family=name)[variable].values.mean():.3g} {name}" for name in (first, second))
+    values = contrast(ds, variable, {"family": first}, {"family": second})
+    runs = ds.isel(run=np.flatnonzero(np.isin(ds.family, [first, second])))
+    return judge(claim, values, "above" if above else "below", runs, detail=f"{variable.upper()} {means}")
 
 
 def few(ds: xr.Dataset, claim: Claim, family: str, epoch: int) -> Verdict:
     """The verdict on few eigenvalues of a family's networks being negative."""
-    values = by_seed(ds, family, "nep", epoch)
-    verdict = decide(claim, list(values.values()), threshold=FEW, direction="below", detail=f"NEP {_mean(values)}")
-    return _if_learned(verdict, ds, [family])
-
-
-def _if_learned(verdict: Verdict, ds: xr.Dataset, families: Sequence[str]) -> Verdict:
-    return if_learned(verdict, ds.isel(run=np.flatnonzero(np.isin(ds.family, families))))
-
-
-def _mean(values: dict[int, float]) -> str:
-    return f"{np.mean(list(values.values())):.3g}"
+    runs = where(ds.sel(epoch=epoch), family=family)
+    nep = runs.nep.values
+    return judge(claim, nep, "below", runs, threshold=FEW, detail=f"NEP {nep.mean():.3g}")
 
 
 def verdicts(ds: xr.Dataset) -> list[Verdict]:

@@ -45,9 +45,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from studies.outcomes import if_learned, part
+from studies.outcomes import difference, judge, part, where
 from studies.park_kim import calibration
-from studies.park_kim.eigenvalues import BATCH_SIZE, eigenvalues, log2_ratio, measured_epochs
+from studies.park_kim.eigenvalues import BATCH_SIZE, contrast, doublings, eigenvalues, measured_epochs
 from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Verdict, combine, decide
@@ -179,20 +179,9 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
 # --- verdicts ---------------------------------------------------------------------------------------
 
 
-def by_seed(ds: xr.Dataset, variable: str, name: str) -> dict[int, float]:
-    """A variable of the networks of a name, by seed."""
-    runs = ds.isel(run=np.flatnonzero(ds.variant.values == name))
-    return dict(zip(runs.seed.values.tolist(), runs[variable].values.tolist(), strict=True))
-
-
-def contrast(ds: xr.Dataset, variable: str, one: str, other: str) -> list[float]:
-    """Of each seed the one network against the other: APE by log2 of the ratio, anything else by difference."""
-    first, second = by_seed(ds, variable, one), by_seed(ds, variable, other)
-    return [
-        log2_ratio(first[seed], second[seed]) if variable == "ape" else first[seed] - second[seed]
-        for seed in first
-        if seed in second
-    ]
+def means(ds: xr.Dataset, variable: str, names: Sequence[str]) -> str:
+    """In words, the mean over seeds of a variable of each named network."""
+    return ", ".join(f"{name} {where(ds, variant=name)[variable].values.mean():.3g}" for name in names)
 
 
 def slopes(ds: xr.Dataset, variable: str, sweep: str) -> list[float]:
@@ -201,9 +190,7 @@ def slopes(ds: xr.Dataset, variable: str, sweep: str) -> list[float]:
     found = []
     for seed in np.unique(runs.seed.values):
         points = runs.isel(run=np.flatnonzero(runs.seed.values == seed))
-        y = points[variable].values
-        if variable == "ape":
-            y = np.array([log2_ratio(value, 1.0) for value in y])
+        y = (doublings(points.ape) if variable == "ape" else points[variable]).values
         found.append(float(np.polyfit(np.log2(points[sweep].values), y, 1)[0]))
     return found
 
@@ -239,20 +226,18 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     def against(
         claim: str, name: str, said: str, variable: str, one: str, other: str, *, below: bool = True, young: str = ""
     ) -> Verdict:
-        values = {which: list(by_seed(ds, variable, which).values()) for which in (one, other)}
-        detail = ", ".join(f"{which} {np.mean(of):.3g}" for which, of in values.items())
         verdict = decide(
             part(CLAIMS[claim], name, said),
-            contrast(ds, variable, one, other),
+            contrast(ds, variable, {"variant": one}, {"variant": other}),
             threshold=0.0,
             direction="below" if below else "above",
-            detail=detail,
+            detail=means(ds, variable, [one, other]),
         )
         return begun(verdict, ds, [which for which in (one, other) if which != young])
 
     def along(claim: str, name: str, said: str, variable: str, sweep: str, *, below: bool) -> Verdict:
         names = members(ds, sweep)
-        detail = ", ".join(f"{which} {np.mean(list(by_seed(ds, variable, which).values())):.3g}" for which in names)
+        detail = means(ds, variable, names)
         whole = part(CLAIMS[claim], name, said, published="-0.562" if name == "heads APE" else "not published")
         found = slopes(ds, variable, sweep)
         verdict = decide(whole, found, threshold=0.0, direction="below" if below else "above", detail=detail)
@@ -309,8 +294,7 @@ def _learned_accuracy(ds: xr.Dataset) -> Verdict:
     claim = part(
         CLAIMS["E7"], "accuracy", "averaging the tokens raises the test accuracy", published="+2.7 percentage points"
     )
-    verdict = decide(claim, contrast(ds, "accuracy", VIT, CLASS_TOKEN), threshold=0.0, direction="above")
-    return if_learned(verdict, both)
+    return judge(claim, difference(ds, "accuracy", {"variant": VIT}, {"variant": CLASS_TOKEN}), "above", both)
 
 
 def _by_augmentation(ds: xr.Dataset, one: str, other: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ import xarray as xr
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from studies.park_kim import blur
+from studies.park_kim.eigenvalues import contrast
 from studies.park_kim.families import grid as families_grid
 from vitprobe.models import create_model
 from vitprobe.models.resnet import Smoothing
@@ -85,7 +86,7 @@ def test_statistics_are_those_that_the_runs_were_made_with():
         np.testing.assert_allclose(blur.changes(ds, variable), expected, atol=0.01)
         np.testing.assert_allclose(blur.ending(ds, variable, "last block"), 0.25, atol=0.01)
         np.testing.assert_allclose(blur.ending(ds, variable, "last map"), 0.25 + expected, atol=0.01)
-    np.testing.assert_allclose(blur.doublings_of_ape(ds), -0.5, atol=0.05)
+    np.testing.assert_allclose(contrast(ds, "ape", *blur.WITH_AND_WITHOUT), -0.5, atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -138,4 +139,4 @@ def test_smoke_run(smoke_run):
     assert ds.smoothing.values.tolist() == ["none", "box"]
     assert [(row != "").sum() for row in ds.role.values] == [6, 8]
     assert (blur.changes(ds, "variance") < 0).all() and (blur.changes(ds, "high_frequency_amplitude") < 0).all()
-    assert np.isfinite(blur.doublings_of_ape(ds)).all()
+    assert np.isfinite(contrast(ds, "ape", *blur.WITH_AND_WITHOUT)).all()
