@@ -8,6 +8,7 @@ import xarray as xr
 
 from studies.outcomes import difference
 from vitprobe.probes import hessian_eigenvalues
+from vitprobe.results import config_hash
 from vitprobe.runs import Run, Trained
 from vitprobe.study import Settings
 from vitprobe.training import TrainingBatches
@@ -28,7 +29,8 @@ def eigenvalues(result: Trained, epoch: int, settings: Settings) -> xr.Dataset:
 
     The images are augmented, mixed and smoothed as in the network's own training, and weight decay counts as
     |w|^2 / 2 times its coefficient. The batches are drawn from one seed: networks of equal data and augmentation see
-    the same ones.
+    the same ones. They are kept beside the trained network, batch by batch: studies share them, and one that is stopped
+    goes on with the next batch.
 
     Args:
         result: the trained network.
@@ -40,21 +42,24 @@ def eigenvalues(result: Trained, epoch: int, settings: Settings) -> xr.Dataset:
     """
     run, images = result.run, len(result.data.train)
     few = BATCHES.get(settings.scale)
+    share = min(1.0, few * BATCH_SIZE / images) if few else 0.1
+    options = {
+        "k": RANKS,
+        "max_products": PRODUCTS.get(settings.scale, 200),
+        "weight_decay": run.recipe.weight_decay,
+        "stack": 4 if settings.scale in ("smoke", "quick") else 1,
+    }
+    kept = result.folder / f"eigenvalues_{config_hash({'epoch': epoch, 'share': share, **options})}.nc"
+    if settings.recompute:
+        kept.unlink(missing_ok=True)
     ds = hessian_eigenvalues(
         result.at(epoch),
-        TrainingBatches(
-            result.data,
-            run.recipe,
-            batch_size=BATCH_SIZE,
-            share=min(1.0, few * BATCH_SIZE / images) if few else 0.1,
-            seed=0,
-        ),
-        k=RANKS,
-        max_products=PRODUCTS.get(settings.scale, 200),
-        weight_decay=run.recipe.weight_decay,
-        stack=4 if settings.scale in ("smoke", "quick") else 1,
+        TrainingBatches(result.data, run.recipe, batch_size=BATCH_SIZE, share=share, seed=0),
+        **options,
+        path=kept,
         progress=False,
     )
+    del ds.attrs["identity"]  # the file's own, which tells whose it is
     numbers = {
         name + end: ((), ds.attrs.pop(name + end), {"long_name": text + of_end, "units": units})
         for name, (text, units) in STATISTICS.items()
