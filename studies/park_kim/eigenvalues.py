@@ -43,7 +43,7 @@ def eigenvalues(result: Trained, epoch: int, settings: Settings) -> xr.Dataset:
     run, images = result.run, len(result.data.train)
     few = BATCHES.get(settings.scale)
     share = min(1.0, few * BATCH_SIZE / images) if few else 0.1
-    options = {
+    options: dict[str, Any] = {
         "k": RANKS,
         "max_products": PRODUCTS.get(settings.scale, 200),
         "weight_decay": run.recipe.weight_decay,
@@ -78,7 +78,7 @@ def measured_epochs(run: Run) -> list[int]:
 
 def doublings(ape: xr.DataArray) -> xr.DataArray:
     """The logarithm of APE to base 2, kept finite where a network has no positive eigenvalue at all."""
-    return np.log2(ape.clip(min=float(np.finfo(np.float32).tiny)))
+    return ape.clip(min=float(np.finfo(np.float32).tiny)).pipe(np.log2)
 
 
 def contrast(ds: xr.Dataset, variable: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> np.ndarray:
