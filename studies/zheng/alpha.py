@@ -93,11 +93,24 @@ def grid(settings: Settings) -> list[Run]:
         runs = by_seed(settings, published="zheng_noaug", augment="none")
     else:
         runs = by_seed(settings, published="zheng_aug")
+    return crossed(runs, sweep.alphas, settings)
+
+
+def crossed(runs: Sequence[Run], alphas: Sequence[float], settings: Settings, **options: Any) -> list[Run]:
+    """Every initialisation at some shares of the tokens, seed by seed.
+
+    Args:
+        runs: one without a network for each seed.
+        alphas: the shares.
+        settings: of the study.
+        **options: of the network, beside those of the scale.
+    """
+    options = {**SWEEPS[settings.scale].options, **options}
     return [
-        _with(run, alpha, sweep.options, initialisers(name, settings), settings)
+        _with(run, alpha, options, initialisers(name, settings), settings)
         for run in runs
         for name in LOOKS
-        for alpha in sweep.alphas
+        for alpha in alphas
     ]
 
 
