@@ -16,7 +16,7 @@ from vitprobe.data.corruption import SMALLEST
 from vitprobe.figures.page import attribute, interval
 from vitprobe.probes import corruption_robustness
 from vitprobe.results import provenance, to_json
-from vitprobe.runs import Run, Trained, trained
+from vitprobe.runs import Run, Trained, load, trained
 from vitprobe.study import Settings
 from vitprobe.training import evaluate
 
@@ -46,33 +46,39 @@ def outcome(run: Run, settings: Settings, *, references: str) -> tuple[Trained, 
     images, because the network changes under it: seeds have to show its spread. `nll_clean` is the other definition:
     the trained network in evaluation mode on the training images as they are, against their labels.
 
+    The test error is that of all test images, also where a scale trains with few of them after every epoch: networks
+    are compared by a few points, and the seeds' images are the same, so that seeds do not show what few images cost.
+
     Args:
         run: what to train.
         settings: of the study.
         references: the paper.
 
     Returns:
-        The trained run, and its dataset without dimensions: `error`, `nll_train`, `nll_clean`, with their uncertainty
-        where there is one, and what tells runs apart as coordinates.
+        The trained run, and its dataset without dimensions: `error`, `nll_train`, `nll_clean`, `train_accuracy`, with
+        their uncertainty where there is one, and what tells runs apart as coordinates.
     """
     result = trained(run, cache=settings.cache, device=settings.device)
     last = result.history.isel(epoch=-1)
+    whole = load(replace(run.data, test_size=settings.test_size))
+    final = evaluate(result.model, whole.loader("test", batch_size=500), device=settings.device)
     clean = evaluate(result.model, result.data.loader("train", batch_size=500), device=settings.device)
     floor = float(last.train_entropy_floor)
     numbers = {
-        "error": (100 * (1 - float(last.test_accuracy)), "test error", "%"),
-        "error_se": (100 * float(last.test_accuracy_se), "standard error over images of error", "%"),
+        "error": (100 * (1 - final.accuracy), "test error", "%"),
+        "error_se": (100 * final.accuracy_se, "standard error over images of error", "%"),
         "nll_train": (float(last.train_loss) - floor, "training loss of the last epoch above its floor", "nats"),
         "entropy_floor": (floor, "entropy of the targets of the last epoch", "nats"),
         "nll_clean": (clean.nll, "loss of the training images in evaluation mode", "nats"),
         "nll_clean_se": (clean.nll_se, "standard error over images of nll_clean", "nats"),
+        "train_accuracy": (100 * clean.accuracy, "accuracy on the training images in evaluation mode", "%"),
     }
     labels = {
         "seed": (run.recipe.seed, "seed of the run"),
         "parameters": (sum(p.numel() for p in result.model.parameters()), "number of parameters"),
         "train_images": (len(result.data.train), "number of training images"),
         "epochs": (run.recipe.epochs, "epochs of training"),
-        "accuracy": (100 * float(last.test_accuracy), "test accuracy [%]"),
+        "accuracy": (100 * final.accuracy, "test accuracy [%]"),
     }
     described: dict[str, Any] = {
         name: ((), value, {"long_name": text, "units": units}) for name, (value, text, units) in numbers.items()
@@ -90,7 +96,7 @@ def outcome(run: Run, settings: Settings, *, references: str) -> tuple[Trained, 
             device=next(result.model.parameters()).device,
             data=run.data.spec.partition(":")[0],
             classes=result.data.num_classes,
-            test_images=len(result.data.test),
+            test_images=final.images,
             run_config=to_json(run.config()),
         )
     )

@@ -16,7 +16,9 @@ Rule       Set before anything was measured. Of each seed the gain of test accur
            their task (35 % of ten classes) make it inconclusive. The gain of the ViT is judged beside it, and decides
            nothing. As in Table 4, half of the loss is the cross-entropy with the teacher's decision, and there is no
            distillation token. The teacher is a ResNet trained on the same images by the same recipe and seed, not a
-           RegNetY of all of ImageNet: it has no more data than its pupils, and its accuracy is said.
+           RegNetY of all of ImageNet: it has no more data than its pupils, and its accuracy is said. Where its decision
+           is the label, it teaches nothing; so a teacher that has fitted the training images (98 %), or is no better on
+           the test images than the pupils are without it, makes all inconclusive.
            Both pupils have the same heads and width, where Table 4 compares networks of different size.
 Expected   Gains of some points for both where the teacher is better than its pupils, as a ResNet is on few images;
            which gain is the larger stays open with three seeds. The accuracy by the recipe of scales.SMALL["cpu"] has
@@ -41,12 +43,13 @@ from studies.scales import LEAST
 from vitprobe.claims import CLAIMS, Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
 from vitprobe.probes import nonlocality
-from vitprobe.runs import Run, trained
+from vitprobe.runs import Run
 from vitprobe.study import Settings, Study, main
 
 TEACHERS = {"smoke": "resnet_nano", "quick": "resnet_nano", "cpu": "resnet_micro", "paper": "preact_resnet50"}
 _TAUGHT: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "white"}  # how what has a teacher is drawn
 SHARE = 0.5  # of the loss, with the teacher's decision
+FITTED = 98.0  # accuracy on the training images [%] above which a teacher decides as the labels do
 
 
 def grid(settings: Settings) -> list[Run]:
@@ -66,15 +69,16 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
     result, ds = outcome(run, settings, references=REFERENCES)
     batches = result.data.loader("test", batch_size=100, device=next(result.model.parameters()).device)
     reach = nonlocality(result.model, batches, progress=False)
-    accuracy = np.nan
+    accuracy = fitted = np.nan
     if run.teacher is not None:
-        teacher = trained(run.teacher, cache=settings.cache, device=settings.device)
-        accuracy = 100 * float(teacher.history.test_accuracy[-1])
+        _, of_teacher = outcome(run.teacher, settings, references=REFERENCES)
+        accuracy, fitted = float(of_teacher.accuracy), float(of_teacher.train_accuracy)
     kept = ("layer_nonlocality", "layer_nonlocality_se", "uniform_nonlocality")
     return ds.assign({name: ("layer", reach[name].values, reach[name].attrs) for name in kept}).assign_coords(
         layer=np.arange(reach.sizes["layer"]),
         taught=((), int(run.teacher is not None), {"long_name": "1 with a teacher, else 0", "units": "1"}),
         teacher_accuracy=((), accuracy, {"long_name": "test accuracy of the teacher", "units": "%"}),
+        teacher_fitted=((), fitted, {"long_name": "accuracy of the teacher on the training images", "units": "%"}),
     )
 
 
@@ -94,7 +98,9 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     of_vits = f"{gains['DeiT-S']:+.1f} and {gains['DeiT-B']:+.1f} points"
     more = [gains[name] - gains["ConViT-S+"] for name in ("DeiT-S", "DeiT-B")]
     with_teacher = where(ds, taught=1)
-    detail = f"teacher {np.nanmean(with_teacher.teacher_accuracy.values):.1f} %"
+    better, fitted = (float(with_teacher[name].mean()) for name in ("teacher_accuracy", "teacher_fitted"))
+    detail = f"teacher {better:.1f} %, on the training images {fitted:.1f} %"
+    teaches = fitted <= FITTED and better > float(where(ds, taught=0).accuracy.mean())
     found = {
         "ConViT": ("a teacher helps the ConViT", gain(ds, gated), f"{gains['ConViT-S+']:+.1f} points"),
         "less": (
@@ -105,10 +111,21 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
         "ViT": ("a teacher helps the ViT", gain(ds, plain), of_vits),
     }
     parts = {
-        name: judge(part(claim, name, said, published=published), values, "above", ds, least=LEAST, detail=detail)
+        name: _if_taught(
+            judge(part(claim, name, said, published=published), values, "above", ds, least=LEAST, detail=detail),
+            teaches,
+        )
         for name, (said, values, published) in found.items()
     }
     return [combine(claim, [parts["ConViT"], parts["less"]]), *parts.values()]
+
+
+def _if_taught(verdict: Verdict, teaches: bool) -> Verdict:
+    """The verdict, or that there is none, because the teacher had nothing to give."""
+    if teaches:
+        return verdict
+    reason = "no evidence, because the teacher is no better than its pupils or decides as the labels do"
+    return replace(verdict, verdict="inconclusive", needed=None, detail=f"{verdict.detail}; {reason}")
 
 
 # --- figure -----------------------------------------------------------------------------------------

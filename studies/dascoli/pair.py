@@ -8,11 +8,13 @@ import xarray as xr
 
 from studies.park_kim.families import LOOKS
 from studies.scales import by_seed
+from vitprobe.claims import Verdict
 from vitprobe.runs import Run
 from vitprobe.study import Settings
 
 REFERENCES = "d'Ascoli et al. 2021, arXiv:2103.10697"
 VIT, CONVIT = LOOKS["vit"], LOOKS["convit"]
+LONG = 100  # epochs, from which on it is evidence that something did not come
 
 # scale: the ViT and the ConViT, with options. Those of the paper scale are DeiT-S+ and ConViT-S+ of Tables 1 and 3; the
 # small ones average their patches, where the paper's have a class token.
@@ -84,3 +86,18 @@ def kinds(ds: xr.Dataset) -> tuple[dict[str, str], dict[str, str]]:
     names = dict.fromkeys(ds.model.values.tolist())
     (plain,), (gated,) = ([name for name in names if name.startswith(start)] for start in ("vit", "convit"))
     return {"model": plain}, {"model": gated}
+
+
+def in_time(verdict: Verdict, epochs: int) -> Verdict:
+    """The verdict, or that there is none because what was not seen may need a longer training.
+
+    Args:
+        verdict: on what comes late in training.
+        epochs: of the training.
+    """
+    if verdict.verdict != "contradicted" or epochs >= LONG:
+        return verdict
+    reason = f"no evidence against it, because {epochs} epochs may be too few"
+    return replace(
+        verdict, verdict="inconclusive", needed=None, detail="; ".join(filter(None, [verdict.detail, reason]))
+    )

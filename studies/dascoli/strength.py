@@ -8,7 +8,7 @@ Command    vitprobe run dascoli/strength                     digits
            vitprobe run dascoli/strength --scale cpu         5,000 images of CIFAR-10
            vitprobe run dascoli/strength --scale paper --device cuda
 Cost       The ViT and the whole ConViT are those of dascoli/sample_efficiency. Beyond them quick: 12 trainings of nano
-           networks, about 4 minutes of one core; cpu: 12 of micro networks, about 6 minutes of one core each (both
+           networks, about 4 minutes of one core; cpu: 9 of micro networks, about 13 minutes of one core each (both
            estimated). paper: 27 trainings of ConViT-S+, not measured.
 Rule       Set before anything was measured. Statistics are test accuracies of each seed. D6: the least-squares slope
            over the number of gated layers at strength 1 (no gated layer is the ViT), in the end, above zero; the slope
@@ -19,6 +19,9 @@ Rule       Set before anything was measured. Statistics are test accuracies of e
            where it is not supported. Supported if the 95 % t interval over seeds lies wholly on the claimed side,
            contradicted if wholly on the other; a claim of several parts needs all. A network that did not learn its
            task (35 % of ten classes) makes it inconclusive.
+           The heads' places are those of the authors' code: of four heads half a patch from the query, so that weak
+           Gaussians are nearly one (the maps of strength 0.1 have a cosine of 0.94 with each other, of 1 one of 0.55).
+           The cpu scale leaves 0.1 out.
            The ViT and a ConViT of no gated layers are one network where both average their patches; at the paper scale
            the ViT's class token also goes through all layers.
 Expected   D6's head start, and D8's early lead. The accuracy by the recipe of scales.SMALL["cpu"] has not been measured
@@ -36,15 +39,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, seeds, vit
+from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, in_time, seeds, vit
 from studies.outcomes import if_learned, judge, outcome, part, where
 from studies.scales import LEAST
 from vitprobe.claims import CLAIMS, Verdict, combine, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, PALETTE, interval, style
 from vitprobe.runs import Run
 from vitprobe.study import Settings, Study, main
-
-LONG = 100  # epochs, from which on a lead that stays is evidence
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Sweep:
 SWEEPS = {
     "smoke": Sweep((3,), (0.1,)),
     "quick": Sweep((1, 3), (0.01, 0.1)),
-    "cpu": Sweep((2, 5), (0.01, 0.1)),
+    "cpu": Sweep((2, 5), (0.01,)),
     "paper": Sweep((3, 6, 10), (0.01, 0.1), ((3, 0.01), (3, 0.1), (6, 0.01), (6, 0.1))),
 }
 
@@ -116,8 +117,10 @@ def early(ds: xr.Dataset) -> int:
 
 
 def accuracy(ds: xr.Dataset, epoch: int, **chosen: Any) -> np.ndarray:
-    """Test accuracy of a network at an epoch, by seed [%]."""
-    return np.asarray(100 * where(ds, **chosen).test_accuracy.sel(epoch=epoch).values)
+    """Test accuracy of a network at an epoch, by seed [%]; in the end it is of all test images."""
+    runs = where(ds, **chosen)
+    ended = epoch == int(ds.epoch[-1])
+    return np.asarray(runs.accuracy.values if ended else 100 * runs.test_accuracy.sel(epoch=epoch).values)
 
 
 def slope(x: Sequence[float], rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -128,6 +131,7 @@ def slope(x: Sequence[float], rows: Sequence[np.ndarray]) -> np.ndarray:
 def verdicts(ds: xr.Dataset) -> list[Verdict]:
     """D6 and D8, each with its parts."""
     last, tenth = int(ds.epoch[-1]), early(ds)
+    gates = ds.isel(run=np.flatnonzero((ds.gates.values == 1) | (ds.layers.values == 0)))
     counts, most, strengths = varied(ds)
     none: dict[str, Any] = {"layers": 0}
     whole: dict[str, Any] = {"layers": most, "strength": 1.0, "gates": 1}
@@ -139,26 +143,23 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     )
     d6 = [
         judge(part(CLAIMS["D6"], "layers", "More gated layers give a higher accuracy"),
-              slope(counts, [accuracy(ds, last, **one) for one in by_layers]), "above", ds, least=LEAST,
+              slope(counts, [accuracy(ds, last, **one) for one in by_layers]), "above", gates, least=LEAST,
               detail="points per layer"),
         judge(part(CLAIMS["D6"], "strength", "A stronger locality at the start gives a higher accuracy"),
-              slope(np.log10(strengths).tolist(), [accuracy(ds, last, **one) for one in by_strength]), "above", ds,
+              slope(np.log10(strengths).tolist(), [accuracy(ds, last, **one) for one in by_strength]), "above", gates,
               least=LEAST, detail="points per decade"),
         judge(part(CLAIMS["D6"], "early", "Gated layers help early in training more than in the end",
                    published="about 2 at epoch 20, with 9 gated layers over none"),
-              head_start[0] - head_start[1], "above", ds, least=LEAST, detail=f"accuracy over that of none: {said}"),
+              head_start[0] - head_start[1], "above", gates, least=LEAST, detail=f"accuracy over that of none: {said}"),
     ]  # fmt: skip
     lead = [accuracy(ds, epoch, layers=most, gates=0) - accuracy(ds, epoch, **none) for epoch in (tenth, last)]
     pair = ds.isel(run=np.flatnonzero(ds.gates.values == 0))
     lost = judge(part(CLAIMS["D8"], "lost", "In the end positional attention without gates is below the ViT"),
                  lead[1], "below", pair, least=LEAST, detail=f"epoch {last}")  # fmt: skip
-    if lost.verdict == "contradicted" and last < LONG:
-        reason = f"{lost.detail}; no evidence against it, because {last} epochs may be too few"
-        lost = replace(lost, verdict="inconclusive", needed=None, detail=reason)
     ahead = part(CLAIMS["D8"], "early", "Early in training positional attention without gates leads the ViT")
     d8 = [
         if_learned(decide(ahead, lead[0], threshold=0.0, detail=f"epoch {tenth}"), pair, LEAST),
-        lost,
+        in_time(lost, last),
     ]
     return [combine(CLAIMS["D6"], d6), *d6, combine(CLAIMS["D8"], d8), *d8]
 

@@ -94,7 +94,7 @@ def outcome_of_both(run: Run, settings: Settings) -> xr.Dataset:
         "arm": (arm(run), "how the network is trained"),
         "epochs": (history.sizes["epoch"], "epochs of training"),
         "first_epochs": (first, "epochs of the first phase; 0 where there is none"),
-        "test_images": (len(result.data.test), "number of test images"),
+        "handed_images": (len(result.data.test), "number of test images of the hand-over"),
         "lr": (run.recipe.lr, "peak learning rate"),
     }
     return ds.assign(

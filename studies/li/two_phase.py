@@ -166,7 +166,7 @@ def _gains(ax: Axes, ds: xr.Dataset) -> None:
     both = where(ds, arm=TWO_PHASES)
     handed = both.handed_accuracy.values - both.first_accuracy.values
     # Of the same images: only those on which the decision changed tell the two apart.
-    changed = 100 * np.sqrt(np.maximum(1 - both.agreement.values, 0) / both.test_images.values)
+    changed = 100 * np.sqrt(np.maximum(1 - both.agreement.values, 0) / both.handed_images.values)
     rows = {**rows, "hand-over": (handed, changed)}
     colors = [ARMS[other].color for other in (SCRATCH, CONVOLUTION, TWICE)] + ["black"]
     for place, ((values, errors), color) in enumerate(zip(rows.values(), colors, strict=True)):

@@ -12,7 +12,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from studies.across import small_data
-from studies.across.small_data import MEASURES, holm, permutation_p, rank_correlation, reach
+from studies.across.small_data import JUDGED, MEASURES, holm, permutation_p, rank_correlation, reach
 from studies.park_kim.families import MICRO, grid
 from vitprobe.models import create_model
 from vitprobe.runs import Run, load
@@ -60,8 +60,12 @@ def test_holm():
 def test_verdicts():
     found = {verdict.claim.id: verdict for verdict in small_data.verdicts(stacked())}
     assert found["A reach"].verdict == "supported" and found["A reach"].value == pytest.approx(-1.0)
-    assert {found[f"A {name}"].verdict for name in MEASURES if name != "reach"} == {"inconclusive"}
+    assert {found[f"A {name}"].verdict for name in JUDGED if name != "reach"} == {"inconclusive"}
     assert found["A reach"].n == 7
+    assert set(found) == {f"A {name}" for name in JUDGED} and set(JUDGED) < set(MEASURES)
+    # The interval is the range over seeds, which cannot leave -1 to 1.
+    noisy = small_data.verdicts(stacked(noise=8.0))
+    assert all(-1 <= verdict.low <= verdict.high <= 1 for verdict in noisy)
 
 
 def test_networks_that_did_not_learn_are_no_evidence():

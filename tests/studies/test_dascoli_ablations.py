@@ -24,7 +24,7 @@ def stacked(accuracies: dict[str, float], *, seeds: int = 3, images: int = 100) 
     level = rng.normal(0, 3, seeds)
     accuracy = np.array([accuracies[letter] + level[seed] + rng.normal(0, 0.05) for seed, letter in rows])
     return xr.Dataset(
-        {"error": ("run", 100 - accuracy)},
+        {"error": ("run", 100 - accuracy), "nll_clean": ("run", accuracy / 100)},
         coords={
             "run": np.arange(len(rows)),
             "seed": ("run", [seed for seed, _ in rows]),

@@ -14,7 +14,15 @@ from vitprobe.results import load
 from vitprobe.study import Settings
 
 
-def stacked(vit: float = 1.15, convit: float = 0.7, *, seeds: int = 3, accuracy: float = 80.0) -> xr.Dataset:
+def stacked(
+    vit: float = 1.15,
+    convit: float = 0.7,
+    *,
+    seeds: int = 3,
+    accuracy: float = 80.0,
+    teacher: float = 82.9,
+    fitted: float = 90.0,
+) -> xr.Dataset:
     """What a teacher adds on average to ViT and ConViT [points]; seeds differ in that, and by a level of their own."""
     rows = [(seed, taught, model) for seed in range(seeds) for taught in (0, 1) for model in (0, 1)]
     level = np.arange(seeds) - (seeds - 1) / 2
@@ -37,7 +45,8 @@ def stacked(vit: float = 1.15, convit: float = 0.7, *, seeds: int = 3, accuracy:
             "taught": ("run", [row[1] for row in rows]),
             "model": ("run", [("vit_micro", "convit_micro")[row[2]] for row in rows]),
             "accuracy": ("run", values),
-            "teacher_accuracy": ("run", [82.9 if row[1] else np.nan for row in rows]),
+            "teacher_accuracy": ("run", [teacher if row[1] else np.nan for row in rows]),
+            "teacher_fitted": ("run", [fitted if row[1] else np.nan for row in rows]),
         },
         attrs={"classes": 10, "data": "made"},
     )
@@ -65,6 +74,13 @@ def test_verdicts(vit, convit, expected):
 def test_one_seed_and_networks_that_did_not_learn_are_no_evidence():
     assert set(verdicts(stacked(seeds=1)).values()) == {"inconclusive"}
     assert set(verdicts(stacked(accuracy=34.0)).values()) == {"inconclusive"}
+
+
+def test_a_teacher_that_has_nothing_to_give_is_no_evidence():
+    assert verdicts(stacked(fitted=97.9))["D11"] == "supported"
+    for useless in ({"fitted": 98.1}, {"teacher": 60.0}):
+        assert set(verdicts(stacked(**useless)).values()) == {"inconclusive"}
+    assert "decides as the labels" in distillation.verdicts(stacked(fitted=99.0))[1].detail
 
 
 def test_published_gains_and_the_teacher_are_said():

@@ -60,6 +60,7 @@ def stacked(
             "layer_nonlocality": (("run", "epoch", "layer"), far.mean(-1)),
             "gate": (("run", "epoch", "layer", "head"), gate),
             "gate_by_decay": (("run", "epoch"), np.repeat(decay[:, None], len(epochs), 1)),
+            "nonlocality_by_decay": (("run", "epoch"), np.repeat(0 * decay[:, None], len(epochs), 1)),
             "uniform_nonlocality": (("run", "epoch", "layer"), np.full(far.shape[:-1], 4.14)),
             "initial_nonlocality": (("run", "epoch", "layer"), far.mean(-1)[:, :1].repeat(len(epochs), 1)),
         },
@@ -184,6 +185,15 @@ def test_what_weight_decay_does_is_not_training():
     assert verdicts(ds)["D5 training"] == "inconclusive"
 
 
+def test_an_escape_that_weight_decay_makes_is_none():
+    """Attention that follows decay exactly shows neither an escape nor its contrary."""
+    drift = np.array([1.80, 1.81, 1.82, 1.83])
+    ds = stacked(convit=np.outer(drift, np.ones(LAYERS)))
+    assert verdicts(ds)["D4 escape"] == "supported"
+    ds["nonlocality_by_decay"][:] = drift
+    assert verdicts(ds)["D4 escape"] == "inconclusive"
+
+
 def test_no_evidence_from_one_seed_or_without_learning():
     assert set(verdicts(stacked(seeds=1)).values()) == {"inconclusive"}
     assert set(verdicts(stacked(accuracy=30)).values()) == {"inconclusive"}
@@ -223,3 +233,6 @@ def test_smoke_run(smoke_run):
     assert start.gate.isel(run=0).isnull().all() and start.gate.isel(run=1, layer=3).isnull().all()
     before, after = ds.gate_by_decay.values[1]
     assert before == pytest.approx(0.7311, abs=1e-4) and 0.73 < after < before
+    # Decay flattens and opens gated attention, from where the closed form has it.
+    before, after = ds.nonlocality_by_decay.values[1]
+    assert before == pytest.approx(start.initial_nonlocality.values[1, 0]) and before < after < before + 0.01

@@ -29,6 +29,7 @@ def stacked(
     *,
     seeds: int = 3,
     accuracy: float = 73.0,
+    epochs: int = 300,
 ) -> xr.Dataset:
     """What is lost on average [points]: without position codes by ViT and ConViT, by layers of the ConViT."""
     rows = [(seed, model) for seed in range(seeds) for model in (0, 1)]
@@ -52,6 +53,7 @@ def stacked(
             "seed": ("run", [seed for seed, _ in rows]),
             "model": ("run", [("vit_micro", "convit_micro")[model] for _, model in rows]),
             "accuracy": ("run", [accuracy] * len(rows)),
+            "epochs": ("run", [epochs] * len(rows)),
         },
         attrs={"classes": 10, "data": "made"},
     )
@@ -83,6 +85,12 @@ def test_published_numbers_support_it():
 def test_verdicts_on_layers(content, position, expected):
     found = verdicts(stacked(content=content, position=position))
     assert tuple(found[name] for name in ("D10", "D10 all", "D10 late")) == expected
+
+
+def test_gates_that_had_no_time_to_move_are_no_evidence_against_content():
+    early = verdicts(stacked(content=(5, 10, 20), position=(5, 20, 40), epochs=16))
+    assert {early[name] for name in ("D10", "D10 all", "D10 late")} == {"inconclusive"}
+    assert verdicts(stacked(epochs=16))["D10"] == "supported"
 
 
 @pytest.mark.parametrize(

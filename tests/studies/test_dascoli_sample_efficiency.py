@@ -31,6 +31,7 @@ def stacked(accuracies: dict[float, tuple[float, float]], *, seeds: int = 3) -> 
     return xr.Dataset(
         {
             "error": ("run", 100 - accuracy),
+            "nll_clean": ("run", [0.5 + row[2] for row in rows]),
             "speed": (("run", "batch"), passes),
         },
         coords={
