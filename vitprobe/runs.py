@@ -173,11 +173,23 @@ def trained(
         folder=folder,
         on_epoch=on_epoch,
         until=until,
+        epochs_before=epochs_before(run),
         device=device,
         when_busy="wait",
         progress=progress,
     )
     return Trained(run, model, data, history.assign_attrs(said), folder)
+
+
+def epochs_before(run: Run) -> int:
+    """How many epochs the runs took that a run goes on from, as far as they share its seed.
+
+    Args:
+        run: whose `start`, and the start's own, count.
+    """
+    if run.start is None or run.start.recipe.seed != run.recipe.seed:
+        return 0
+    return run.start.recipe.epochs + epochs_before(run.start)
 
 
 def _initial(run: Run, data: ImageData) -> nn.Module:

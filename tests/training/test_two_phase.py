@@ -91,7 +91,7 @@ def test_the_second_phase_is_a_training_from_the_handed_over_weights():
     recipes = split_recipe(Recipe(epochs=3, batch_size=50), 0.34)
     fit(first, data, recipes[0], progress=False)
     transfer_(second, first)
-    expected = fit(second, data, recipes[1], progress=False)
+    expected = fit(second, data, recipes[1], epochs_before=1, progress=False)
     data, first, second = pair()
     history = fit_two_phases(
         first, second, data, Recipe(epochs=3, batch_size=50), transfer=transfer_, share=0.34, progress=False
@@ -99,6 +99,29 @@ def test_the_second_phase_is_a_training_from_the_handed_over_weights():
     assert history.train_loss.values[1:].tolist() == expected.train_loss.values.tolist()
     with pytest.raises(TypeError, match="until= stops one training"):
         fit_two_phases(first, second, data, RECIPE, transfer=transfer_, until=1)
+
+
+def test_the_second_phase_goes_on_with_the_images_of_the_next_epochs():
+    """Order and augmentation of two phases are those of one training, and no epoch is seen twice."""
+
+    class Recording(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(64, 10)
+            self.seen = []
+
+        def forward(self, x):
+            if self.training:
+                self.seen.append(x.double().sum((1, 2, 3)).tolist())
+            return self.head(x.flatten(1))
+
+    data = load_data("digits", train_size=40, test_size=20)
+    whole, first, second = Recording(), Recording(), Recording()
+    recipe = Recipe(epochs=4, batch_size=20, augment="crop", mixup=0.8)
+    fit(whole, data, recipe, progress=False)
+    fit_two_phases(first, second, data, recipe, transfer=lambda to, source: None, progress=False)
+    assert first.seen + second.seen == whole.seen
+    assert len({str(batch) for batch in whole.seen}) == 8
 
 
 def test_epochs_of_both_phases_count_on(tmp_path):

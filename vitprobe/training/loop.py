@@ -73,6 +73,7 @@ def fit(
     folder: str | os.PathLike[str] | None = None,
     on_epoch: Callable[[nn.Module, Row], None] | None = None,
     until: int | None = None,
+    epochs_before: int = 0,
     device: torch.device | str | None = None,
     group: Group = None,
     when_busy: Literal["refuse", "wait"] = "refuse",
@@ -100,6 +101,8 @@ def fit(
             from 1), and once more for an epoch whose call did not come to its end before an interruption.
         until: stop after this epoch of the recipe's; a later call with the same folder goes on from there. Where the
             folder is further already, nothing is trained, and the model and the history are of where it is.
+        epochs_before: how many epochs an earlier phase took by the same seed: order, augmentation and mixing go on
+            after them, and do not begin anew. The recipe's schedule does.
         device: where to train; `None` is the GPU if there is one, else where the model is.
         group: processes of `torch.distributed` that train together, each calling this with the same arguments and
             an equal model: each takes its part of every batch. Without dropout and stochastic depth, whose draws
@@ -138,7 +141,7 @@ def fit(
         if recipe.distillation:
             stack.enter_context(two_outputs(model))
         stack.enter_context(deterministic(recipe.deterministic))
-        run = _Run(model, data, recipe, where, ranks, teacher)
+        run = _Run(model, data, recipe, where, ranks, teacher, epochs_before)
         if folder is not None:
             run.restore(ranks.from_first(lambda: run.saved(Path(folder))))
         with ranks.together():  # what fails in the first process must not leave the others waiting
@@ -267,8 +270,10 @@ class _Run:
         device: torch.device,
         ranks: Ranks,
         teacher: nn.Module | None,
+        epochs_before: int,
     ) -> None:
         self.model, self.data, self.recipe, self.device, self.ranks = model, data, recipe, device, ranks
+        self.epochs_before = epochs_before
         self.teacher = None if teacher is None else Teacher(teacher, device)
         size = recipe.batch_size
         self.train = data.loader(
@@ -336,14 +341,14 @@ class _Run:
             save_snapshot(folder, epoch, plain_names(self.model.state_dict()))
 
     def epoch(self, epoch: int, bar: "tqdm[Any]") -> Row:
-        recipe = self.recipe
-        rng = np.random.default_rng(derive_seed(recipe.seed, "mixing", epoch))
-        self.train.epoch = epoch
+        recipe, drawn = self.recipe, self.epochs_before + epoch
+        rng = np.random.default_rng(derive_seed(recipe.seed, "mixing", drawn))
+        self.train.epoch = drawn
         sums: list[Tensor] = []
         lr = recipe.lr
         start = time.perf_counter()
         others = () if self.ranks.count == 1 else (self.ranks.rank,)  # dropout is drawn by every process for itself
-        with own_random_state(derive_seed(recipe.seed, "forward", epoch, *others), self.device):
+        with own_random_state(derive_seed(recipe.seed, "forward", drawn, *others), self.device):
             self.wrapped.train()
             for number, (images, labels) in enumerate(self.train):
                 lr = learning_rate(recipe, (epoch - 1) * self.steps_per_epoch + number, self.steps_per_epoch)

@@ -136,7 +136,8 @@ def fit_two_phases(
     """Trains the first network, hands its weights over, and trains the second: Li et al. 2021, section 4.
 
     What the hand-over changes is measured on the test images. The paper's kernels, widths, share of the epochs, bias
-    strength and restart of the learning rate are not known; here each phase has the recipe's whole schedule.
+    strength and restart of the learning rate are not known; here each phase has the recipe's whole schedule, and the
+    second sees the images in the orders and augmentations that come next.
 
     Args:
         first: the network of the convolutional phase, e.g. `create_model("convolutional_vit")`.
@@ -171,7 +172,10 @@ def fit_two_phases(
         on_epoch(model, row | {"epoch": row["epoch"] + recipes[0].epochs})
 
     follow = None if on_epoch is None else count_on
-    histories.append(fit(second, data, recipes[1], folder=folders[1], on_epoch=follow, **options))
+    before = recipes[0].epochs
+    histories.append(
+        fit(second, data, recipes[1], folder=folders[1], on_epoch=follow, epochs_before=before, **options)
+    )
     phases = [phase for phase, one in zip((FIRST, SECOND), histories, strict=True) for _ in one.epoch]
     histories[1] = histories[1].assign_coords(epoch=histories[1].epoch + recipes[0].epochs)
     both = xr.concat(histories, "epoch", combine_attrs="drop_conflicts", data_vars="minimal", coords="minimal")
