@@ -20,6 +20,13 @@ from vitprobe.study import Settings
 REFERENCES = "Zheng et al. 2024, arXiv:2401.12511"
 RECIPE = "zheng_noaug"  # of the paper scale; no study of filters or architectures augments
 GREEN = "#009E73"
+# As many heads as a 3 x 3 kernel has taps, where impulses are of that kernel; the paper's own have eight.
+NINE_HEADS: Mapping[str, Mapping[str, int]] = {
+    "smoke": {"dim": 72, "heads": 9},
+    "quick": {"dim": 72, "heads": 9},
+    "cpu": {"dim": 108, "heads": 9},
+    "paper": {},
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,30 @@ class Row:
     label: str
     color: str
     published: float | None = None
+
+
+def of_reference(
+    ds: xr.Dataset, reference: Mapping[str, Any], one: Mapping[str, Any], other: Mapping[str, Any]
+) -> np.ndarray:
+    """Of each seed the accuracy of one kind of run less that of another, in shares of what a reference learned.
+
+    Points mean less where networks learn less: the paper's thresholds are of networks of 70 to 90 %. What is learned is
+    the accuracy above chance.
+
+    Args:
+        ds: stacked runs.
+        reference: coordinates of the reference, a kind that learned.
+        one: coordinates of the first kind.
+        other: coordinates of the second.
+
+    Returns:
+        `(seed,)`.
+    """
+    kinds = [where(ds, **kind) for kind in (reference, one, other)]
+    seeds = [seed for seed in np.unique(ds.seed.values) if all(seed in kind.seed.values for kind in kinds)]
+    learned, first, second = (kind.isel(run=np.isin(kind.seed.values, seeds)).accuracy.values for kind in kinds)
+    # A network at chance is no reference; `judge` says so, and needs a number.
+    return np.asarray((first - second) / np.maximum(learned - 100 / ds.attrs["classes"], 1))
 
 
 def convmixer(run: Run, settings: Settings, **options: Any) -> Run:

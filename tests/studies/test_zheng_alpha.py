@@ -73,10 +73,13 @@ def test_as_published():
         ({"mimetic_0.5": 58.0}, "Z7 best mimetic"),
     ],
 )
-def test_one_part_contradicts_the_whole(changes, part):
+def test_one_part_contradicts_its_whole(changes, part):
     found = verdicts(stacked(**changes))
-    assert found[part] == found["Z7"] == "contradicted"
+    best = "best" in part  # the best share does not decide the order
+    assert found[part] == found["Z7 best" if best else "Z7"] == "contradicted"
     assert found["Z7 over random"] == "supported"
+    if part in ("Z7 best random", "Z7 best impulse"):
+        assert found["Z7"] == "supported"
 
 
 def test_who_ends_higher_is_not_who_is_faster():

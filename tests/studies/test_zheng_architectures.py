@@ -51,8 +51,9 @@ def verdicts(ds: xr.Dataset) -> dict[str, str]:
         ({"no_code": -4.0}, ["Z3"]),
         ({"model_1": -2.5}, ["Z4", "Z4 worse"]),
         ({"model_1": 2.5, "model_2": 4.0, "model_3": 4.0}, ["Z4", "Z4 better", "Z5 model_1_identity"]),
-        ({"model_2": -1.0}, ["Z5", "Z5 model_2"]),
-        ({"model_3": -1.0}, ["Z5", "Z5 model_3"]),
+        ({"model_2": -1.5}, ["Z5 model_2 better"]),  # no worse, and no better
+        ({"model_2": -3.0}, ["Z5", "Z5 model_2", "Z5 model_2 better"]),
+        ({"model_3": -3.0}, ["Z5", "Z5 model_3", "Z5 model_3 better"]),
         # What is beside the claim does not decide it.
         ({"model_1_identity": -3.0, "convmixer": -3.0}, ["Z5 model_1_identity", "Z5 convmixer"]),
     ],

@@ -81,7 +81,7 @@ def test_seeds_that_disagree_one_seed_and_networks_that_did_not_learn_are_no_evi
 
 
 @pytest.mark.parametrize(
-    ("scale", "cells", "seeds"), [("smoke", 6, 2), ("quick", 6, 3), ("cpu", 9, 3), ("paper", 25, 3)]
+    ("scale", "cells", "seeds"), [("smoke", 6, 2), ("quick", 6, 3), ("cpu", 5, 3), ("paper", 25, 3)]
 )
 def test_grid(scale, cells, seeds):
     runs = filter_bank.grid(Settings(scale=scale))

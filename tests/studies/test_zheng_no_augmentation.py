@@ -9,7 +9,7 @@ import xarray as xr
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from studies.zheng import alpha, no_augmentation
+from studies.zheng import alpha, frozen, no_augmentation
 from studies.zheng.alpha import alpha_of
 from studies.zheng.initialisations import LOOKS
 from vitprobe.models import create_model
@@ -69,7 +69,7 @@ def test_grid(scale, runs):
     found, augmented = no_augmentation.grid(settings), alpha.grid(settings)
     assert len(found) == len({(run.recipe.seed, str(run.initialisers)) for run in found}) == runs
     assert {run.recipe.augment for run in found} == {"none"}
-    assert {alpha_of(run) for run in found} == {alpha.SWEEPS[scale].shown}
+    assert {alpha_of(run) for run in found} == {0.2 if scale == "paper" else 0.0}
     # The same networks; digits are never augmented, so at these scales the same runs.
     assert [run for run in found if run.options not in [other.options for other in augmented]] == []
     assert all(run in augmented for run in found) == (scale in ("smoke", "quick"))
@@ -79,6 +79,14 @@ def test_shared_runs_have_equal_keys():
     settings = Settings(scale="smoke")
     theirs = {run.key() for run in alpha.grid(settings)}
     assert {run.key() for run in no_augmentation.grid(settings)} <= theirs
+
+
+def test_random_and_impulse_are_those_of_zheng_frozen():
+    for scale in ("quick", "cpu"):
+        settings = Settings(scale=scale)
+        theirs = frozen.grid(settings)
+        shared = [run for run in no_augmentation.grid(settings) if run in theirs]
+        assert len(shared) == (9 if scale == "quick" else 6)
 
 
 def test_svhn_without_augmentation_is_that_of_zheng_alpha():
