@@ -9,8 +9,8 @@ Command    vitprobe run park_kim/error                       digits; shares its 
            vitprobe run park_kim/error --scale paper --device cuda --data cifar10         Fig. C.1
 Cost       quick: 326 s on two cores with 18 of its 24 trainings, those of families.grid but ResNet and ViT and the
            Mixers (measured). cpu: 3 Mixers beyond families.grid, 15 minutes of one core each, and 599 s on two cores
-           for two passes over 10,000 images each (measured). paper: 5 further networks of 10 to 13 GPU hours each on
-           the authors' machines, times 3 seeds; not measured.
+           for two passes over 10,000 images each (measured beside a third process). paper: 5 further networks of 10 to
+           13 GPU hours each on the authors' machines, times 3 seeds; not measured.
 Rule       Set beforehand. Of each seed, Spearman's rank correlation over the families of test error with NLL_train, and
            of each with the order of bias (families that it does not tell apart are tied). E1 is supported if the 95 % t
            interval over seeds of all three lies wholly above zero, contradicted if one lies wholly below. E9 likewise
