@@ -6,7 +6,7 @@ Claim      E18: the CKA of units of one stage is higher than that of units of tw
 Command    vitprobe run park_kim/similarity                  digits; shares its trained networks with park_kim/fourier
            vitprobe run park_kim/similarity --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/similarity --scale paper --device cuda
-Cost       beside the training, one pass over the test images. quick: 40 s on two cores (measured). cpu and paper were
+Cost       beside the training, one pass over the test images. quick: 40 s, cpu: 99 s on two cores (measured). paper was
            not measured.
 Expected   accuracy after training by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 67.9 % AlterNet,
            60.3 % ConViT, 63.4 % ConvMixer, 61.0 % PiT, 68.9 % ResNet, 52.9 % Swin, 54.7 % ViT.
@@ -148,8 +148,8 @@ def draw(ds: xr.Dataset) -> Figure:
     columns = min(4, len(names))
     rows = -(-len(names) // columns)
     with style():
-        figure = Figure(figsize=(PAGE_WIDTH, 1.85 * rows + 2.1), layout="constrained")
-        above, below = figure.subfigures(2, 1, height_ratios=[1.85 * rows, 2.1])
+        figure = Figure(figsize=(PAGE_WIDTH, 2.1 * rows + 2.1), layout="constrained")
+        above, below = figure.subfigures(2, 1, height_ratios=[2.1 * rows, 2.1])
         axes = above.subplots(rows, columns, squeeze=False)
         blocks = contrasts(ds, of_family(ds, "resnet"))
         for ax, name in zip(axes.flat, names, strict=False):
