@@ -12,6 +12,7 @@ from matplotlib.ticker import NullLocator
 from scipy.stats import spearmanr
 
 from vitprobe.claims import Claim, Direction, Verdict, decide
+from vitprobe.data import ImageData
 from vitprobe.data.corruption import SMALLEST
 from vitprobe.figures.page import attribute, interval
 from vitprobe.probes import corruption_robustness
@@ -116,10 +117,7 @@ def robustness(result: Trained, *, images: int, severities: Sequence[int]) -> di
     """
     data, found = result.data, (np.nan, np.nan)
     if images and data.channels == 3 and min(data.image_size) >= SMALLEST:
-        chosen = torch.zeros(len(data.test), dtype=torch.bool)
-        chosen[torch.linspace(0, len(data.test) - 1, min(images, len(data.test))).round().long()] = True
-        few = replace(data, test=data.test.take(chosen))
-        ds = corruption_robustness(result.model, few, severities=severities, progress=False)
+        ds = corruption_robustness(result.model, few_images(data, images), severities=severities, progress=False)
         found = (100 * ds.attrs["mean_accuracy"], 100 * ds.attrs["mean_accuracy_se"])
     said = ("mean accuracy on corrupted images", "standard error over images of robustness")
     names = ("robustness", "robustness_se")
@@ -127,6 +125,13 @@ def robustness(result: Trained, *, images: int, severities: Sequence[int]) -> di
         name: ((), value, {"long_name": text, "units": "%"})
         for name, value, text in zip(names, found, said, strict=True)
     }
+
+
+def few_images(data: ImageData, images: int) -> ImageData:
+    """The data with so many test images, spread evenly over them, which may be in the order of their classes."""
+    chosen = torch.zeros(len(data.test), dtype=torch.bool)
+    chosen[torch.linspace(0, len(data.test) - 1, min(images, len(data.test))).round().long()] = True
+    return replace(data, test=data.test.take(chosen))
 
 
 def where(ds: xr.Dataset, **chosen: Any) -> xr.Dataset:
@@ -197,8 +202,18 @@ def if_learned(verdict: Verdict, runs: xr.Dataset, least: float = 45.0) -> Verdi
     """The verdict, or that there is none: a network that did not learn is no evidence for anything."""
     if learned(runs, least):
         return verdict
-    reason = "; ".join(filter(None, [verdict.detail, "no evidence, because a seed did not learn its task"]))
-    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+    return without_evidence(verdict, "no evidence, because a seed did not learn its task")
+
+
+def without_evidence(verdict: Verdict, reason: str) -> Verdict:
+    """Inconclusive in place of the verdict, whatever its numbers.
+
+    Args:
+        verdict: what the numbers alone say.
+        reason: why they are no evidence; it is added to the detail.
+    """
+    detail = "; ".join(filter(None, [verdict.detail, reason]))
+    return replace(verdict, verdict="inconclusive", needed=None, detail=detail)
 
 
 def judge(

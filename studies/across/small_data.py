@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 from scipy.stats import rankdata
 
 from studies.outcomes import around, bars_note, if_learned, outcome, point, rank_correlation
-from studies.park_kim.eigenvalues import eigenvalues, measured_epochs
+from studies.park_kim.eigenvalues import doublings, eigenvalues, measured_epochs
 from studies.park_kim.families import LOOKS, family, grid, steps
 from vitprobe.claims import Claim, Verdict
 from vitprobe.figures.page import GREY, PAGE_WIDTH, style
@@ -72,7 +72,7 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
     early = eigenvalues(result, measured_epochs(run)[0], settings)
     found = {
         "nep": float(early.nep),
-        "log2_ape": math.log2(max(float(early.ape), float(np.finfo(np.float32).tiny))),
+        "log2_ape": float(doublings(early.ape)),
         "high_frequency_change": _summed_steps(tree["fourier"].to_dataset(), "high_frequency_amplitude"),
         "variance_change": _summed_steps(tree["feature_variance"].to_dataset(), "normalised_variance"),
         "reach": reach(result),

@@ -38,10 +38,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from torch import nn
 
-from studies.dascoli.locality import few
 from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, kinds, seeds, vit
 from studies.initial_maps.drawn import no_verdicts
-from studies.outcomes import where
+from studies.outcomes import few_images, where
 from vitprobe.data import ImageData
 from vitprobe.figures.heads import heads_by_layer
 from vitprobe.figures.map_table import FLOOR
@@ -67,7 +66,7 @@ def grid(settings: Settings) -> list[Run]:
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Maps and gates of one network before and after training, along `epoch`."""
     result = trained(run, cache=settings.cache, device=settings.device)
-    data = few(result.data, IMAGES)
+    data = few_images(result.data, IMAGES)
     epochs = (0, run.recipe.epochs)
     ds = xr.concat(
         [looked(result.at(epoch), data).assign_coords(epoch=epoch) for epoch in epochs],

@@ -38,7 +38,7 @@ from matplotlib.ticker import MaxNLocator
 
 from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, kinds, seeds, vit
 from studies.dascoli.published import TABLE_4
-from studies.outcomes import Look, difference, judge, outcome, part, where
+from studies.outcomes import Look, difference, judge, outcome, part, where, without_evidence
 from studies.scales import LEAST
 from vitprobe.claims import CLAIMS, Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
@@ -125,7 +125,7 @@ def _if_taught(verdict: Verdict, teaches: bool) -> Verdict:
     if teaches:
         return verdict
     reason = "no evidence, because the teacher is no better than its pupils or decides as the labels do"
-    return replace(verdict, verdict="inconclusive", needed=None, detail=f"{verdict.detail}; {reason}")
+    return without_evidence(verdict, reason)
 
 
 # --- figure -----------------------------------------------------------------------------------------

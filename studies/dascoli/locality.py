@@ -40,12 +40,10 @@ Expected   D3's fall and D4's escape; in 16 epochs the gates move little. The ac
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -54,7 +52,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, in_time, seeds, vit
-from studies.outcomes import judge, part
+from studies.outcomes import few_images, judge, part
 from studies.scales import LEAST
 from vitprobe.claims import CLAIMS, Verdict, combine
 from vitprobe.data import ImageData
@@ -83,7 +81,7 @@ def grid(settings: Settings) -> list[Run]:
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Nonlocality and gates of one network at its snapshots `(epoch, layer, head)`; layers without gates have NaN."""
     result = trained(run, cache=settings.cache, device=settings.device)
-    data = few(result.data, IMAGES)
+    data = few_images(result.data, IMAGES)
     snapshots = {epoch: snapshot(result.at(epoch), data) for epoch in run.recipe.snapshots}
     ds = xr.concat(
         [part.assign_coords(epoch=epoch) for epoch, part in snapshots.items()],
@@ -108,13 +106,6 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
         patches=" x ".join(map(str, layout(result.model)[0])),
         run_config=to_json(run.config()),
     )
-
-
-def few(data: ImageData, images: int) -> ImageData:
-    """The data with so many test images, spread evenly over them, which may be in the order of their classes."""
-    chosen = torch.zeros(len(data.test), dtype=torch.bool)
-    chosen[torch.linspace(0, len(data.test) - 1, min(images, len(data.test))).round().long()] = True
-    return replace(data, test=data.test.take(chosen))
 
 
 def snapshot(model: nn.Module, data: ImageData) -> xr.Dataset:

@@ -6,6 +6,7 @@ from typing import Any
 
 import xarray as xr
 
+from studies.outcomes import without_evidence
 from studies.park_kim.families import LOOKS
 from studies.scales import by_seed
 from vitprobe.claims import Verdict
@@ -97,7 +98,4 @@ def in_time(verdict: Verdict, epochs: int) -> Verdict:
     """
     if verdict.verdict != "contradicted" or epochs >= LONG:
         return verdict
-    reason = f"no evidence against it, because {epochs} epochs may be too few"
-    return replace(
-        verdict, verdict="inconclusive", needed=None, detail="; ".join(filter(None, [verdict.detail, reason]))
-    )
+    return without_evidence(verdict, f"no evidence against it, because {epochs} epochs may be too few")

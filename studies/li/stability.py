@@ -21,7 +21,6 @@ Expected   Two phases lose less, since a convolutional network tolerates more le
 """
 
 import sys
-from dataclasses import replace
 
 import numpy as np
 import xarray as xr
@@ -29,7 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from studies.li.arms import ARMS, SCRATCH, TWO_PHASES, arm, of_arm, outcome_of_both
-from studies.outcomes import where
+from studies.outcomes import where, without_evidence
 from studies.scales import by_seed
 from vitprobe.claims import CLAIMS, Verdict, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
@@ -129,8 +128,7 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
 
 def unlearned(verdict: Verdict) -> Verdict:
     """The verdict where an arm has nothing to lose."""
-    detail = f"{verdict.detail}; no evidence, because an arm was nowhere better than {BEGUN:g} times chance"
-    return replace(verdict, verdict="inconclusive", needed=None, detail=detail)
+    return without_evidence(verdict, f"no evidence, because an arm was nowhere better than {BEGUN:g} times chance")
 
 
 # --- figure -----------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
-from studies.outcomes import learned
+from studies.outcomes import learned, without_evidence
 from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Claim, Verdict, decide
@@ -158,7 +158,7 @@ def compare(ds: xr.Dataset, claim: Claim, variable: str, other: str = "ViT") -> 
     if not learned(runs.drop_vars("accuracy", errors="ignore").assign_coords(accuracy=runs.network_accuracy)):
         reason = "no evidence, because a seed did not learn its task"
     if reason:
-        verdict = replace(verdict, verdict="inconclusive", needed=None, detail=f"{verdict.detail}; {reason}")
+        return without_evidence(verdict, reason)
     return verdict
 
 

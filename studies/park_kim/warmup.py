@@ -45,7 +45,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from studies.outcomes import difference, judge, part, where
+from studies.outcomes import difference, judge, part, where, without_evidence
 from studies.park_kim import calibration
 from studies.park_kim.eigenvalues import BATCH_SIZE, contrast, doublings, eigenvalues, measured_epochs
 from studies.park_kim.families import CLAIMS, LOOKS, family
@@ -216,8 +216,7 @@ def begun(verdict: Verdict, ds: xr.Dataset, names: Sequence[str]) -> Verdict:
     runs = ds.isel(run=np.flatnonzero(np.isin(ds.variant.values, names)))
     if (runs.warmup_accuracy >= BEGUN * 100 / ds.attrs["classes"]).all():
         return verdict
-    reason = f"{verdict.detail}; no evidence, because a network had not begun to learn at the end of warm-up"
-    return replace(verdict, verdict="inconclusive", needed=None, detail=reason)
+    return without_evidence(verdict, "no evidence, because a network had not begun to learn at the end of warm-up")
 
 
 def verdicts(ds: xr.Dataset) -> list[Verdict]:
