@@ -57,7 +57,7 @@ SCALES: dict[str, tuple[Sequence[str], DataSpec, int, Recipe]] = {
         MICRO,
         DataSpec(spec="cifar10", train_size=10_000, test_size=2_000),
         3,
-        Recipe(epochs=16, batch_size=64, lr=1e-3, augment="crop_flip", channels_last=True, snapshots=(0, 1, 6, 11, 16)),
+        Recipe(epochs=8, batch_size=32, lr=1e-3, augment="crop_flip", channels_last=True, snapshots=(0, 1, 3, 5, 8)),
     ),
     "paper": (
         PAPER,

@@ -168,7 +168,7 @@ def alternet18() -> None:
 @variant(
     alternet,
     widths=(16, 32, 64),
-    blocks=(3, 3, 3),
+    blocks=(2, 2, 2),
     attentions=(0, 1, 1),
     heads=(1, 2, 4),
     head_dim=16,

@@ -188,9 +188,9 @@ def convit_b_plus() -> None:
     """ConViT-B+: 1024 wide, 12 deep (10 gated), 16 heads; patch 4 for small images."""
 
 
-@variant(convit, dim=96, depth=6, heads=4, mlp_ratio=2.0, gpsa_layers=5, pool="mean")
+@variant(convit, dim=64, depth=6, heads=4, mlp_ratio=2.0, gpsa_layers=5, pool="mean")
 def convit_micro() -> None:
-    """A ConViT for two cores and 32x32 images: 96 wide, 6 deep (5 gated), 4 heads, average pooling."""
+    """A ConViT for two cores and 32x32 images: 64 wide, 6 deep (5 gated), 4 heads, average pooling."""
 
 
 @variant(convit, patch_size=2, dim=48, depth=4, heads=4, mlp_ratio=2.0, gpsa_layers=3, pool="mean")

@@ -246,9 +246,9 @@ def convmixer_zheng() -> None:
     """ConvMixer as in Zheng et al.'s code: 512 wide, 6 deep, 5x5, patch 2, no GELU after the spatial filters."""
 
 
-@variant(convmixer, patch_size=4, dim=128, depth=6)
+@variant(convmixer, patch_size=4, dim=96, depth=6)
 def convmixer_micro() -> None:
-    """A ConvMixer for two cores and 32x32 images: patch 4, 128 wide, 6 deep, 5x5 kernels."""
+    """A ConvMixer for two cores and 32x32 images: patch 4, 96 wide, 6 deep, 5x5 kernels."""
 
 
 @variant(convmixer, patch_size=1, dim=48, depth=4, kernel_size=3)

@@ -171,9 +171,9 @@ def pit_ti(
     return _baseline("pit_ti_224", image_size, channels, num_classes, settings)
 
 
-@variant(pit_ti, patch_size=4, stride=2, base_dims=(24, 24, 24), depth=(2, 2, 2), heads=(2, 4, 8), mlp_ratio=2.0)
+@variant(pit_ti, patch_size=4, stride=2, base_dims=(16, 16, 16), depth=(2, 2, 2), heads=(2, 4, 8), mlp_ratio=2.0)
 def pit_micro() -> None:
-    """A PiT for two cores and 32x32 images: 48 to 192 wide, 3 stages of 2 blocks, patches of 4 at every other pixel."""
+    """A PiT for two cores and 32x32 images: 32 to 128 wide, 3 stages of 2 blocks, patches of 4 at every other pixel."""
 
 
 @variant(pit_ti, patch_size=2, stride=1, base_dims=(16, 16), depth=(2, 2), heads=(2, 4), mlp_ratio=2.0)
@@ -212,9 +212,9 @@ def swin_ti(
     return _baseline("swin_tiny_patch4_window7_224", image_size, channels, num_classes, settings)
 
 
-@variant(swin_ti, patch_size=2, embed_dim=48, depths=(2, 2, 2), num_heads=(2, 4, 8), mlp_ratio=2.0)
+@variant(swin_ti, patch_size=2, embed_dim=32, depths=(2, 2, 2), num_heads=(2, 4, 8), mlp_ratio=2.0)
 def swin_micro() -> None:
-    """A Swin for two cores and 32x32 images: 48 to 192 wide, 3 stages of 2 blocks, windows of 4 patches of 2."""
+    """A Swin for two cores and 32x32 images: 32 to 128 wide, 3 stages of 2 blocks, windows of 4 patches of 2."""
 
 
 @variant(swin_ti, embed_dim=32, depths=(2, 2), num_heads=(2, 4), mlp_ratio=2.0)

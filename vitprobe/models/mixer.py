@@ -91,9 +91,9 @@ def mixer_ti() -> None:
     """MLP-Mixer-Ti for CIFAR (Park & Kim): 256 wide, 8 deep, MLPs 128 (patches) and 1024 (channels) wide, patch 2."""
 
 
-@variant(mixer, patch_size=4, dim=96, depth=6, token_hidden=96, channel_hidden=192)
+@variant(mixer, patch_size=4, dim=64, depth=6, token_hidden=64, channel_hidden=128)
 def mixer_micro() -> None:
-    """An MLP-Mixer for two cores and 32x32 images: 96 wide, 6 deep, patch 4."""
+    """An MLP-Mixer for two cores and 32x32 images: 64 wide, 6 deep, patch 4."""
 
 
 @variant(mixer, patch_size=2, dim=48, depth=4, token_hidden=48, channel_hidden=96)

@@ -405,9 +405,9 @@ def preact_resnet50_3464() -> None:
     """Pre-activation ResNet with one more block than 50's, (3, 4, 6, 4): `alternet50` without its attention."""
 
 
-@variant(preact_resnet, widths=(16, 32, 64), blocks=(3, 3, 3))
+@variant(preact_resnet, widths=(16, 32, 64), blocks=(2, 2, 2))
 def resnet_micro() -> None:
-    """A pre-activation ResNet for two cores and 32x32 images: three stages of three basic blocks, 16 to 64 wide."""
+    """A pre-activation ResNet for two cores and 32x32 images: three stages of two basic blocks, 16 to 64 wide."""
 
 
 @variant(preact_resnet, widths=(16, 32), blocks=(3, 3))

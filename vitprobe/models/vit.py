@@ -198,9 +198,9 @@ def vit_b_p2() -> None:
     """ViT-B of Park & Kim 2022: patch 2, 768 wide, 12 deep, 12 heads."""
 
 
-@variant(vit, dim=96, depth=6, heads=3, mlp_ratio=2.0, pool="mean")
+@variant(vit, dim=64, depth=6, heads=4, mlp_ratio=2.0, pool="mean")
 def vit_micro() -> None:
-    """A ViT for two cores and 32x32 images: 96 wide, 6 deep, 3 heads, average pooling."""
+    """A ViT for two cores and 32x32 images: 64 wide, 6 deep, 4 heads, average pooling."""
 
 
 @variant(vit, patch_size=2, dim=48, depth=4, heads=3, mlp_ratio=2.0, pool="mean")

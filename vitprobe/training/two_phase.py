@@ -173,9 +173,7 @@ def fit_two_phases(
 
     follow = None if on_epoch is None else count_on
     before = recipes[0].epochs
-    histories.append(
-        fit(second, data, recipes[1], folder=folders[1], on_epoch=follow, epochs_before=before, **options)
-    )
+    histories.append(fit(second, data, recipes[1], folder=folders[1], on_epoch=follow, epochs_before=before, **options))
     phases = [phase for phase, one in zip((FIRST, SECOND), histories, strict=True) for _ in one.epoch]
     histories[1] = histories[1].assign_coords(epoch=histories[1].epoch + recipes[0].epochs)
     both = xr.concat(histories, "epoch", combine_attrs="drop_conflicts", data_vars="minimal", coords="minimal")
