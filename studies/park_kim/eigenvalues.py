@@ -14,7 +14,7 @@ from vitprobe.study import Settings
 from vitprobe.training import TrainingBatches
 
 BATCH_SIZE, RANKS = 16, 5
-BATCHES = {"smoke": 1, "quick": 8, "cpu": 8}  # the paper's own: a tenth of the training images
+BATCHES = {"smoke": 1, "quick": 8, "cpu": 6}  # the paper's own: a tenth of the training images
 # Hessian-vector products to spend on a batch: smoke only shows that everything runs.
 PRODUCTS = {"smoke": 20}
 STATISTICS = {

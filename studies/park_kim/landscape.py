@@ -8,7 +8,7 @@ Command    vitprobe run park_kim/landscape                   digits; shares its 
            vitprobe run park_kim/landscape --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/landscape --scale paper --device cuda
 Cost       beside the training. quick: 186 s on two cores, 242 cells of 320 images of 8x8 for each of 15 networks, and
-           as many again for those with batch norm (measured). cpu: 245 cells of 192 images of 32x32 (fewer images and
+           as many again for those with batch norm (measured). cpu: 147 cells of 192 images of 32x32 (fewer images and
            cells than it had before its cost was reckoned, and before it was run); not measured.
 Protocol   Planes of random directions, normalised filter by filter as Li et al. 2018 (the published normalisation runs
            over another axis). The images are training images, augmented, mixed and smoothed as in the training, drawn
@@ -50,7 +50,7 @@ from vitprobe.study import Settings, Study, main
 from vitprobe.training import TrainingBatches
 
 # scale: images, pairs of directions, cells along each
-SIZES = {"smoke": (16, 1, 5), "quick": (320, 2, 11), "cpu": (192, 5, 7), "paper": (5000, 5, 21)}
+SIZES = {"smoke": (16, 1, 5), "quick": (320, 2, 11), "cpu": (192, 3, 7), "paper": (5000, 5, 21)}
 BATCH_SIZE = 96  # the published one
 FAMILIES = ("resnet", "vit", "alternet", "pit", "swin")
 SHOWN = {LOOKS[name].label: LOOKS[name] for name in FAMILIES}

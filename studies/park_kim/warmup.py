@@ -58,7 +58,6 @@ from vitprobe.runs import Run, load, trained
 from vitprobe.study import Settings, Study, main
 
 FRACTION = 0.06
-HEADS = 3  # of the ViT of every scale
 VIT, CLASS_TOKEN, FEW_DATA, FEW_DATA_LONG = "ViT", "class token", "6 % of the data", "6 %, as many images seen"
 LARGE, OTHER, RESNET, RESNET_OTHER = "twice as wide", "other augmentation", "ResNet", "ResNet, other augmentation"
 BEGUN = 1.5  # times the accuracy of chance
@@ -70,6 +69,7 @@ class Sizes:
 
     Attributes:
         dim: its channels of a token.
+        own_heads: how many it has.
         patch: its side of a patch [px].
         patches: others.
         kernels: sides of what attention sees [tokens]; it sees all.
@@ -78,6 +78,7 @@ class Sizes:
     """
 
     dim: int
+    own_heads: int
     patch: int
     patches: Sequence[int]
     kernels: Sequence[int]
@@ -86,10 +87,12 @@ class Sizes:
 
 
 SIZES = {
-    "smoke": Sizes(dim=48, patch=2, patches=(4,), kernels=(3, 5), heads=(1,), head_widths=(8,)),
-    "quick": Sizes(dim=48, patch=2, patches=(1, 4), kernels=(3, 5), heads=(1, 6), head_widths=(8, 32)),
-    "cpu": Sizes(dim=96, patch=4, patches=(2, 8), kernels=(3, 5), heads=(1, 6, 12), head_widths=(16, 64)),
-    "paper": Sizes(dim=192, patch=4, patches=(2, 8), kernels=(3, 5), heads=(1, 6, 12), head_widths=(32, 128)),
+    "smoke": Sizes(dim=48, own_heads=3, patch=2, patches=(4,), kernels=(3, 5), heads=(1,), head_widths=(8,)),
+    "quick": Sizes(dim=48, own_heads=3, patch=2, patches=(1, 4), kernels=(3, 5), heads=(1, 6), head_widths=(8, 32)),
+    "cpu": Sizes(dim=64, own_heads=4, patch=4, patches=(2, 8), kernels=(3, 5), heads=(1, 8), head_widths=(8, 32)),
+    "paper": Sizes(
+        dim=192, own_heads=3, patch=4, patches=(2, 8), kernels=(3, 5), heads=(1, 6, 12), head_widths=(32, 128)
+    ),
 }
 SEEDS = {"quick": 2}  # fewer than families.grid has
 
@@ -113,7 +116,7 @@ def named(settings: Settings) -> list[tuple[str, Run]]:
         elif settings.scale == "smoke":  # which has fifteen networks to show that everything runs
             base = _with(base, depth=1)
         few = replace(base.data, train_size=round(FRACTION * len(load(base.data).train)))
-        width = sizes.dim // HEADS
+        width = sizes.dim // sizes.own_heads
         found += [
             (VIT, base),
             (CLASS_TOKEN, _with(base, pool="class")),
@@ -123,7 +126,7 @@ def named(settings: Settings) -> list[tuple[str, Run]]:
             *((f"kernel {size}", _with(base, kernel_size=size, boundary="zero")) for size in sizes.kernels),
             *((f"heads {count}", _with(base, heads=count, head_dim=width)) for count in sizes.heads),
             *((f"head width {width}", _with(base, head_dim=width)) for width in sizes.head_widths),
-            (LARGE, _with(base, dim=2 * sizes.dim, heads=2 * HEADS)),
+            (LARGE, _with(base, dim=2 * sizes.dim, heads=2 * sizes.own_heads)),
             (OTHER, replace(base, recipe=other)),
         ]
     return found
@@ -162,8 +165,8 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
         "epoch": (epoch, "epochs of training at the end of warm-up", "1"),
         "strong": (int(run.recipe.mixup > 0), "1: strong augmentation, 0: weak", "1"),
         "patch_size": (options.get("patch_size", sizes.patch), "side of a patch of the ViT", "px"),
-        "heads": (options.get("heads", HEADS), "number of heads of the ViT", "1"),
-        "head_width": (options.get("head_dim", sizes.dim // HEADS), "channels of a head of the ViT", "1"),
+        "heads": (options.get("heads", sizes.own_heads), "number of heads of the ViT", "1"),
+        "head_width": (options.get("head_dim", sizes.dim // sizes.own_heads), "channels of a head of the ViT", "1"),
     }
     return ds.assign_coords({
         label: ((), value, {"long_name": text} | ({"units": units} if units else {}))
@@ -336,7 +339,8 @@ def columns(ds: xr.Dataset, sweep: str) -> list[tuple[str, str]]:
     """The networks of a panel: their names in the dataset, and what stands below them."""
     if sweep in ("patch_size", "heads", "head_width"):
         return [(name, f"{float(ds[sweep].values[ds.variant.values == name][0]):g}") for name in members(ds, sweep)]
-    dim = HEADS * int(ds.head_width.values[ds.variant.values == VIT][0])
+    vit = ds.variant.values == VIT
+    dim = int(ds.heads.values[vit][0] * ds.head_width.values[vit][0])
     found = {
         "data": [(VIT, "all"), (FEW_DATA, "6 %"), (FEW_DATA_LONG, "6 %,\nas many\nseen")],
         "classifier": [(CLASS_TOKEN, "class\ntoken"), (VIT, "mean of\ntokens")],
