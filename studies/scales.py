@@ -42,7 +42,7 @@ SMALL = {
         "micro",
         DataSpec(spec="cifar10", train_size=5_000, test_size=2_000),
         3,
-        Recipe(epochs=16, batch_size=64, lr=1e-3, augment="crop_flip", channels_last=True),
+        Recipe(epochs=8, batch_size=32, lr=1e-3, augment="crop_flip", channels_last=True),
     ),
     "paper": Small("", DataSpec(spec="cifar10"), 3, Recipe()),
 }

@@ -21,7 +21,7 @@ Rule       Set before anything was measured. Of each seed the differences a - e,
            paper. Frozen is the whole attention of the gated layers, values and projection as well; the last layers
            have plain attention, which is trained. In the smaller networks e differs from d by its attention alone; at
            the paper scale its class token also goes through all layers. The paper trains ten times as many epochs on a
-           tenth of the data; so does the paper scale, while the cpu scale has its 16 epochs.
+           tenth of the data; so does the paper scale, while the cpu scale has its 8 epochs.
 Expected   f > e > g and a > e by several points, the other parts within the spread of three seeds. Published deltas:
            6.8 (d - e), 2.3 (c - d), 2.8 (b - d), 5.1 (a - d), 6.5 (f - e) points. The accuracy by the recipe of
            scales.SMALL["cpu"] has not been measured for any seed.

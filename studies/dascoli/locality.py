@@ -33,7 +33,7 @@ Rule       Set before anything was measured. Statistics of each seed, from the s
            Supported if the 95 % t interval over seeds lies wholly on the claimed side, contradicted if wholly on the
            other; a claim of several parts needs all. A network that did not learn its task (35 % of ten classes) makes
            it inconclusive.
-Expected   D3's fall and D4's escape; in 16 epochs the gates move little. The accuracy by the recipe of
+Expected   D3's fall and D4's escape; in 8 epochs the gates move little. The accuracy by the recipe of
            scales.SMALL["cpu"] has not been measured for any seed.
 """
 

@@ -22,7 +22,7 @@ Rule       Set before anything was measured. D9: of each seed what the ViT loses
            few epochs (at the cpu scale the learning rates of all steps add up to 0.63, so that Adam leaves them above
            0.57): then masking content changes the maps less than masking position does, whatever the layers need, and
            below 100 epochs D10 is inconclusive where it is not supported. The shares at the end are said with it.
-Expected   D9 supported. D10 open at the cpu scale, whose 16 epochs leave the gates near their start.
+Expected   D9 supported. D10 open at the cpu scale, whose 8 epochs leave the gates near their start.
            The accuracy by the recipe of scales.SMALL["cpu"] has not been measured for any seed.
 """
 

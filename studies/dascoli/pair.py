@@ -22,7 +22,7 @@ LONG = 100  # epochs, from which on it is evidence that something did not come
 MODELS: dict[str, tuple[tuple[str, Mapping[str, Any]], tuple[str, Mapping[str, Any]]]] = {
     "smoke": (("vit_nano", {"heads": 4}), ("convit_nano", {})),
     "quick": (("vit_nano", {"heads": 4}), ("convit_nano", {})),
-    "cpu": (("vit_micro", {"heads": 4}), ("convit_micro", {})),
+    "cpu": (("vit_micro", {}), ("convit_micro", {})),
     "paper": (("vit_s", {"dim": 576, "heads": 9}), ("convit_s_plus", {})),
 }
 
@@ -52,7 +52,7 @@ def snapshots(epochs: int) -> tuple[int, ...]:
     Args:
         epochs: of the recipe.
     """
-    return (0, 1, *(max(1, round(share * epochs)) for share in (0.1, 0.25, 0.5)), epochs)
+    return tuple(sorted({0, 1, *(max(1, round(share * epochs)) for share in (0.1, 0.25, 0.5)), epochs}))
 
 
 def vit(run: Run, settings: Settings) -> Run:

@@ -27,7 +27,7 @@ Rule       Set before anything was measured. Of each seed, differences of the te
            the ConvMixer less Model I, without which "towards a ConvMixer" means nothing. What
            the others are compared with (for Z3 and Z4 the simple ViT with the code, for Z5 Model I) must have learned
            its task (35 % of ten classes), or there is no verdict.
-Expected   Z3 supported at the cpu scale by less than the published 14 points, because 5,000 images in 16 epochs teach
+Expected   Z3 supported at the cpu scale by less than the published 14 points, because 5,000 images in 8 epochs teach
            a ViT less. Z4 and Z5 may need more than three seeds. No accuracy is known beforehand: neither the mean over
            seeds 0 to 2 by the recipe of SMALL["cpu"] without augmentation, nor that of another scale, has been
            measured.

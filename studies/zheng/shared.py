@@ -24,7 +24,7 @@ GREEN = "#009E73"
 NINE_HEADS: Mapping[str, Mapping[str, int]] = {
     "smoke": {"dim": 72, "heads": 9},
     "quick": {"dim": 72, "heads": 9},
-    "cpu": {"dim": 108, "heads": 9},
+    "cpu": {"dim": 72, "heads": 9},
     "paper": {},
 }
 

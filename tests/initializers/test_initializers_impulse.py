@@ -280,7 +280,7 @@ def test_the_closed_form_on_a_code_that_fills_the_space():
     "model, reason",
     [
         (lambda: sincos_vit(dim=96, heads=2), r"the position code spans 1\d of 64 directions"),
-        (lambda: create_model("model_3_micro", seed=0), "heads of 24 channels keep 24"),
+        (lambda: create_model("model_3_micro", seed=0), "heads of 16 channels keep 16"),
     ],
     ids=["sincos", "identity cut to the heads"],
 )

@@ -83,7 +83,7 @@ def test_parameter_counts_of_the_small_stages():
     digits = dict(image_size=8, channels=1, num_classes=10)
     assert parameters("pit_nano", **digits) == of_pit((32, 64), (2, 2), 2, 1, 7 * 7, 10)
     assert parameters("swin_nano", **digits) == of_swin((32, 64), (2, 2), (2, 4), 1, 1, 10)
-    wide, deep = (48, 96, 192), (2, 2, 2)
+    wide, deep = (32, 64, 128), (2, 2, 2)
     assert parameters("pit_micro", num_classes=10) == of_pit(wide, deep, 4, 3, 15 * 15, 10)
     assert parameters("swin_micro", num_classes=10) == of_swin(wide, deep, (2, 4, 8), 2, 3, 10)
 

@@ -131,7 +131,7 @@ def test_grid(scale):
     assert created.num_prefix_tokens == 0
     assert created.head.in_features == sizes.dim and created.patches.grid == (32 // sizes.patch,) * 2
     attention = created.blocks[0].attention
-    assert attention.heads == warmup.HEADS and attention.value.out_features == sizes.dim
+    assert attention.heads == sizes.own_heads and attention.value.out_features == sizes.dim
     shared = {run.key() for run in families_grid(settings)}
     assert runs[warmup.RESNET].key() in shared
     assert (runs[warmup.VIT].key() in shared) == (scale in ("quick", "cpu"))

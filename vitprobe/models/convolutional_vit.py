@@ -184,18 +184,18 @@ def relative_vit() -> None:
     """The attention phase of Li et al. 2021: a ViT of nine heads, each with a table of relative biases."""
 
 
-_MICRO = dict(dim=144, depth=6, mlp_ratio=2.0)
+_MICRO = dict(dim=72, depth=6, mlp_ratio=2.0)
 _NANO = dict(patch_size=2, dim=54, depth=4, mlp_ratio=2.0)
 
 
 @variant(convolutional_vit, **_MICRO)
 def convolutional_vit_micro() -> None:
-    """The convolutional phase for two cores and 32x32 images: patch 4, 144 wide, 6 deep, 9 heads."""
+    """The convolutional phase for two cores and 32x32 images: patch 4, 72 wide, 6 deep, 9 heads."""
 
 
 @variant(relative_vit, **_MICRO)
 def relative_vit_micro() -> None:
-    """The attention phase for two cores and 32x32 images: patch 4, 144 wide, 6 deep, 9 heads."""
+    """The attention phase for two cores and 32x32 images: patch 4, 72 wide, 6 deep, 9 heads."""
 
 
 @variant(convolutional_vit, **_NANO)

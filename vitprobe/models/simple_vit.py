@@ -179,28 +179,28 @@ def model_3() -> None:
     """Model III of Zheng et al. 2024: maps from free matrices, without a position code."""
 
 
-_MICRO = dict(patch_size=4, dim=96, depth=6, heads=4, mlp_ratio=2.0)
+_MICRO = dict(patch_size=4, dim=64, depth=6, heads=4, mlp_ratio=2.0)
 _NANO = dict(patch_size=2, dim=48, depth=4, heads=4, mlp_ratio=2.0)
 
 
 @variant(simple_vit, **_MICRO)
 def simple_vit_micro() -> None:
-    """A Simple ViT for two cores and 32x32 images: patch 4, 96 wide, 6 deep, 4 heads."""
+    """A Simple ViT for two cores and 32x32 images: patch 4, 64 wide, 6 deep, 4 heads."""
 
 
 @variant(model_1, **_MICRO)
 def model_1_micro() -> None:
-    """Model I for two cores and 32x32 images: patch 4, 96 wide, 6 deep, 4 heads."""
+    """Model I for two cores and 32x32 images: patch 4, 64 wide, 6 deep, 4 heads."""
 
 
 @variant(model_2, **_MICRO)
 def model_2_micro() -> None:
-    """Model II for two cores and 32x32 images: patch 4, 96 wide, 6 deep, 4 heads."""
+    """Model II for two cores and 32x32 images: patch 4, 64 wide, 6 deep, 4 heads."""
 
 
 @variant(model_3, **_MICRO)
 def model_3_micro() -> None:
-    """Model III for two cores and 32x32 images: patch 4, 96 wide, 6 deep, 4 heads."""
+    """Model III for two cores and 32x32 images: patch 4, 64 wide, 6 deep, 4 heads."""
 
 
 @variant(simple_vit, **_NANO)
