@@ -19,8 +19,8 @@ Rule       Set beforehand. A sweep changes one thing. Of each seed, the correlat
 Expected   E2 supported at equal epochs (from three seeds on: the two of quick leave it open). At equal images seen,
            without strong augmentation, the training loss should fall as the data shrink while the error rises:
            overfitting, of both families.
-           The accuracy by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 68.9 % ResNet, 54.7 % ViT,
-           67.9 % AlterNet; that of the study's own variants has not been measured.
+           The accuracy by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 63.7 % ResNet, 48.8 % ViT,
+           61.5 % AlterNet; that of the study's own variants has not been measured.
 """
 
 import sys

@@ -20,8 +20,8 @@ Rule       Set beforehand. Of each seed, differences of the test accuracy: Alter
            them inconclusive.
 Expected   Steps below a percentage point, which the two seeds of quick do not resolve. In these small networks an
            attention block has fewer parameters than the block of convolutions it replaces, in the paper's more.
-           The accuracy by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 68.9 % ResNet, 54.7 % ViT,
-           67.9 % AlterNet; that of the study's own variants has not been measured.
+           The accuracy by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 63.7 % ResNet, 48.8 % ViT,
+           61.5 % AlterNet; that of the study's own variants has not been measured.
 """
 
 import sys
