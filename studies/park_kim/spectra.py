@@ -9,8 +9,8 @@ Claims     E3: at the end of warm-up a ViT has more negative eigenvalues than a 
 Command    vitprobe run park_kim/spectra                     digits; shares its trained networks with park_kim/fourier
            vitprobe run park_kim/spectra --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/spectra --scale paper --device cuda
-Cost       beside the training. quick: 180 s on two cores (measured). cpu: 7 s for a batch of resnet_micro, so about
-           half an hour; not measured. paper was not measured.
+Cost       beside the training. quick: 180 s on two cores (measured). cpu: 429 s on two cores (measured). paper was
+           not measured.
 Protocol   The five eigenvalues of largest magnitude of each batch of 16 training images, augmented, mixed and smoothed
            as in the training, weight decay counted as |w|^2 / 2 times its coefficient; the batches are drawn once and
            are the same for all networks and epochs. Each eigenvalue is stored with its residual. NEP is the share of
