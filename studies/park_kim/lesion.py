@@ -6,8 +6,8 @@ Claim      E19: of a stage's convolutions or MLPs the first costs most accuracy 
 Command    vitprobe run park_kim/lesion                      digits; shares its trained networks with park_kim/fourier
            vitprobe run park_kim/lesion --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/lesion --scale paper --device cuda
-Cost       beside the training, two passes over the test images for each unit. quick: 46 s on two cores (measured). cpu
-           and paper were not measured.
+Cost       beside the training, two passes over the test images for each unit. quick: 46 s, cpu: 483 s on two cores
+           (measured). paper was not measured.
 Expected   accuracy after training by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 61.3 % AlterNet,
            49.6 % ConViT, 58.2 % ConvMixer, 54.3 % PiT, 63.8 % ResNet, 45.8 % Swin, 49.2 % ViT.
 Rule       Of each seed and stage, which share of the other units of its kind costs less accuracy than the first
