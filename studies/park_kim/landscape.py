@@ -8,8 +8,8 @@ Command    vitprobe run park_kim/landscape                   digits; shares its 
            vitprobe run park_kim/landscape --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/landscape --scale paper --device cuda
 Cost       beside the training. quick: 186 s on two cores, 242 cells of 320 images of 8x8 for each of 15 networks, and
-           as many again for those with batch norm (measured). cpu: 147 cells of 192 images of 32x32 (fewer images and
-           cells than it had before its cost was reckoned, and before it was run); not measured.
+           as many again for those with batch norm (measured). cpu: 395 s, 147 cells of 192 images of 32x32
+           (fewer than it had before its cost was reckoned, and before it was run).
 Protocol   Planes of random directions, normalised filter by filter as Li et al. 2018 (the published normalisation runs
            over another axis). The images are training images, augmented, mixed and smoothed as in the training, drawn
            once: the same for all cells, networks and directions (common random numbers). Cross entropy and weight
