@@ -6,8 +6,8 @@ Claim      E15: noise of one band of frequencies costs the ViT more than the Res
 Command    vitprobe run park_kim/noise                       digits; shares its trained networks with park_kim/fourier
            vitprobe run park_kim/noise --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/noise --scale paper --device cuda
-Cost       beside the training, 8 passes over the test images for each band. quick: 65 s on two cores (measured). cpu
-           (the first 500 test images, 9 bands) and paper (all 10,000) were not measured.
+Cost       beside the training, 8 passes over the test images for each band. quick: 65 s, cpu (the first 500
+           test images, 9 bands): 403 s on two cores (measured). paper (all 10,000) was not measured.
 Expected   accuracy after training by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 61.3 % AlterNet,
            49.6 % ConViT, 58.2 % ConvMixer, 54.3 % PiT, 63.8 % ResNet, 45.8 % Swin, 49.2 % ViT.
 Rule       Set when the losses of one ViT by band and strength had been seen, and before any two networks were
