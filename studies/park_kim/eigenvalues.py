@@ -7,6 +7,7 @@ import numpy as np
 import xarray as xr
 
 from studies.outcomes import difference
+from vitprobe.figures.page import interval
 from vitprobe.probes import hessian_eigenvalues
 from vitprobe.results import config_hash
 from vitprobe.runs import Run, Trained
@@ -79,6 +80,27 @@ def measured_epochs(run: Run) -> list[int]:
 def doublings(ape: xr.DataArray) -> xr.DataArray:
     """The logarithm of APE to base 2, kept finite where a network has no positive eigenvalue at all."""
     return ape.clip(min=float(np.finfo(np.float32).tiny)).pipe(np.log2)
+
+
+def over_seeds(values: np.ndarray, variable: str) -> tuple[np.ndarray, np.ndarray]:
+    """The mean over seeds and what its 95 % t interval reaches to both sides, as `Axes.errorbar` takes it.
+
+    APE is compared by its logarithm: its mean is the geometric one, and its interval that of the logarithm. That of a
+    share ends at zero.
+
+    Args:
+        values: one row per seed `(seed, point)`.
+        variable: `"nep"` or `"ape"`.
+
+    Returns:
+        Mean `(point,)` and both sides `(2, point)`, which are not-a-number for one seed.
+    """
+    if variable == "ape":
+        mean, half_width = interval(np.log(np.maximum(values, np.finfo(np.float32).tiny)))
+        mean, low, high = np.exp(mean), np.exp(mean - half_width), np.exp(mean + half_width)
+        return mean, np.stack([mean - low, high - mean])
+    mean, half_width = interval(values)
+    return mean, np.stack([np.minimum(half_width, mean), half_width])
 
 
 def contrast(ds: xr.Dataset, variable: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> np.ndarray:

@@ -48,11 +48,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from studies.outcomes import Look, judge, where
-from studies.park_kim.eigenvalues import STATISTICS, contrast, eigenvalues, measured_epochs
+from studies.park_kim.eigenvalues import STATISTICS, contrast, eigenvalues, measured_epochs, over_seeds
 from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Claim, Verdict, combine
-from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
+from vitprobe.figures.page import GREY, PAGE_WIDTH, style
 from vitprobe.published import park_kim_2022
 from vitprobe.results import to_json
 from vitprobe.runs import Run, trained
@@ -225,7 +225,11 @@ def draw(ds: xr.Dataset) -> Figure:
         )
         figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
         counts = {int((ds.family == name).sum()) for name in families}
-        bars = "95 % t interval over seeds" if max(counts) > 1 else "95 % bootstrap interval over batches"
+        bars = (
+            "95 % t interval over seeds, of APE that of its logarithm"
+            if max(counts) > 1
+            else "95 % bootstrap interval over batches"
+        )
         figure.supxlabel(
             f"{ds.sizes['rank']} eigenvalues of largest magnitude of each of {ds.sizes['batch']} batches of "
             f"{ds.attrs['batch_size']} training images, {max(counts)} seed{'s' * (max(counts) > 1)}; weight decay "
@@ -266,14 +270,12 @@ def _over_training(ax: Axes, ds: xr.Dataset, variable: str, families: Sequence[s
         look, runs = SHOWN[name], ds.isel(run=np.flatnonzero(ds.family == name))
         values = runs[variable].transpose("run", "epoch").values
         x = epochs + 0.012 * reach * (place - (len(families) - 1) / 2)
-        mean, half_width = interval(values)
-        bars = np.stack([half_width, half_width])
+        mean, bars = over_seeds(values, variable)
         if len(values) == 1:
             ends = [runs[f"{variable}_{end}"].values[0] for end in ("low", "high")]
             bars = np.stack([mean - ends[0], ends[1] - mean]).clip(0)
         else:
             ax.plot(x, values.T, color=look.color, linewidth=0.5, alpha=0.45)
-        bars[0] = np.minimum(bars[0], mean if variable == "nep" else 0.9 * mean)  # a share or a mean of positive ones
         ax.errorbar(x, mean, bars, color=look.color, marker=look.marker, markersize=3.5, elinewidth=0.8)
         if name in (known := published()):
             value = known[name][variable]

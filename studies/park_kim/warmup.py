@@ -47,11 +47,11 @@ from matplotlib.lines import Line2D
 
 from studies.outcomes import difference, judge, part, where, without_evidence
 from studies.park_kim import calibration
-from studies.park_kim.eigenvalues import BATCH_SIZE, contrast, doublings, eigenvalues, measured_epochs
+from studies.park_kim.eigenvalues import BATCH_SIZE, contrast, doublings, eigenvalues, measured_epochs, over_seeds
 from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
 from vitprobe.claims import Verdict, combine, decide
-from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
+from vitprobe.figures.page import GREY, PAGE_WIDTH, style
 from vitprobe.published import park_kim_2022
 from vitprobe.results import to_json
 from vitprobe.runs import Run, load, trained
@@ -379,7 +379,11 @@ def draw(ds: xr.Dataset) -> Figure:
             axes[row + 1, 0].set_ylabel("share of negative ones, NEP [1]")
         figure.legend(handles=_handles(), loc="outside upper center", ncols=4)
         seeds = len(np.unique(ds.seed.values))
-        bars = f"Bars: 95 % t interval over {seeds} seeds (cut at the frame)." if seeds > 2 else "Marks: single seeds."
+        bars = (
+            f"Bars: 95 % t interval over {seeds} seeds (cut at the frame), of APE that of its logarithm."
+            if seeds > 2
+            else "Marks: single seeds."
+        )
         figure.supxlabel(
             f"The {ds.sizes['rank']} eigenvalues of largest magnitude of each of {ds.sizes['batch']} batches of "
             f"{BATCH_SIZE} training images at the end of warm-up; {ds.attrs['data']}. The scale is linear from -1 to 1."
@@ -399,8 +403,8 @@ def _network(upper: Axes, lower: Axes, x: int, runs: xr.Dataset, known: Mapping[
     upper.scatter(x + aside, cloud, s=1.5, color=color, alpha=0.3, linewidths=0, zorder=2)
     for ax, variable in ((upper, "ape"), (lower, "nep")):
         seeds = runs[variable].values
-        mean, half_width = interval(seeds[:, None])
-        bars = half_width if len(seeds) > 2 else None
+        mean, sides = over_seeds(seeds[:, None], variable)
+        bars = sides if len(seeds) > 2 else None
         ax.errorbar([x], mean, bars, color="black", marker="_", markersize=11, elinewidth=0.9, capsize=2, zorder=4)
         if variable == "nep":
             across = np.linspace(-0.15, 0.15, len(seeds)) if len(seeds) > 1 else np.zeros(1)

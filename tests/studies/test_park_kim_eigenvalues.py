@@ -4,12 +4,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.stats
 import xarray as xr
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from studies.park_kim.eigenvalues import eigenvalues
+from studies.park_kim.eigenvalues import eigenvalues, over_seeds
 from vitprobe.probes import hessian
 from vitprobe.runs import DataSpec, Run, trained
 from vitprobe.study import Settings
@@ -69,3 +71,12 @@ def test_eigenvalues_go_on_with_the_next_batch(tmp_path, monkeypatch):
     resumed = eigenvalues(result, 1, settings)
     assert len(solved) == 4  # two done, one stopped and done again
     xr.testing.assert_identical(whole.drop_attrs(), resumed.drop_attrs())
+
+
+def test_the_interval_over_seeds_of_a_positive_number_is_that_of_its_logarithm():
+    values = np.array([[4.0], [8.0], [16.0]])
+    mean, sides = over_seeds(values, "ape")
+    half = scipy.stats.t.ppf(0.975, 2) / np.sqrt(3)  # in doublings, whose standard deviation is one
+    np.testing.assert_allclose([mean[0], mean[0] - sides[0, 0], mean[0] + sides[1, 0]], [8, 8 / 2**half, 8 * 2**half])
+    mean, sides = over_seeds(np.array([[0.0], [0.1], [0.2]]), "nep")
+    np.testing.assert_allclose([mean[0], *sides[:, 0]], [0.1, 0.1, scipy.stats.t.ppf(0.975, 2) * 0.1 / np.sqrt(3)])

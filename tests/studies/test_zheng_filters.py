@@ -64,7 +64,7 @@ def test_noise_one_seed_and_learned_filters_that_did_not_learn_are_no_evidence()
     assert verdicts(stacked(accuracy=40.0, permutation=30.0, random=0.5, impulse=0.5))["Z1"] == "supported"
 
 
-@pytest.mark.parametrize(("scale", "side", "channels"), [("smoke", 8, 48), ("quick", 8, 48), ("cpu", 32, 128)])
+@pytest.mark.parametrize(("scale", "side", "channels"), [("smoke", 8, 48), ("quick", 8, 48), ("cpu", 32, 96)])
 def test_grid(scale, side, channels):
     runs = filters.grid(Settings(scale=scale))
     assert len(runs) == 5 * len({run.recipe.seed for run in runs})

@@ -222,7 +222,8 @@ def test_two_processes_train_as_one(two, case):
     for rank in (0, 1):
         found, told = raised(two[rank][case])
         for variable in history.data_vars:
-            np.testing.assert_allclose(told[variable], history[variable], rtol=2e-4, atol=1e-6, err_msg=variable)
+            # Standard errors over 33 images differ most: by 4e-4 where a processor adds up in other blocks.
+            np.testing.assert_allclose(told[variable], history[variable], rtol=1e-3, atol=1e-6, err_msg=variable)
         for key, value in weights.items():
             torch.testing.assert_close(
                 found[key], value, rtol=1e-3, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
