@@ -225,11 +225,9 @@ def draw(ds: xr.Dataset) -> Figure:
         )
         figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
         counts = {int((ds.family == name).sum()) for name in families}
-        bars = (
-            "95 % t interval over seeds, of APE that of its logarithm"
-            if max(counts) > 1
-            else "95 % bootstrap interval over batches"
-        )
+        bars = "95 % bootstrap interval over batches"
+        if max(counts) > 1:
+            bars = "95 % t interval over seeds, of APE that of its logarithm"
         figure.supxlabel(
             f"{ds.sizes['rank']} eigenvalues of largest magnitude of each of {ds.sizes['batch']} batches of "
             f"{ds.attrs['batch_size']} training images, {max(counts)} seed{'s' * (max(counts) > 1)}; weight decay "

@@ -40,7 +40,8 @@ BASE = Recipe(
 CASES = {
     "vit": ("vit_nano", BASE),
     "batch normalisation": ("convmixer_nano", BASE),
-    "batch normalisation by steps": ("resnet_nano", replace(BASE, mixup=0.0, cutmix=0.0, batch_size=20)),
+    # With seed 0 a ReLU's input lies so near zero that rounding decides, and weights move by 1e-3.
+    "batch normalisation by steps": ("resnet_nano", replace(BASE, mixup=0.0, cutmix=0.0, batch_size=20, seed=2)),
     "parts": ("vit_nano", replace(BASE, accumulate=3)),
     "adamw": ("alternet_nano", replace(BASE, optimizer="adamw", lr=1e-3)),
     "random augmentation": ("convit_nano", replace(BASE, augment="crop+trivialaugment+erase-0.5")),
@@ -222,8 +223,7 @@ def test_two_processes_train_as_one(two, case):
     for rank in (0, 1):
         found, told = raised(two[rank][case])
         for variable in history.data_vars:
-            # Standard errors over 33 images differ most: by 4e-4 where a processor adds up in other blocks.
-            np.testing.assert_allclose(told[variable], history[variable], rtol=1e-3, atol=1e-6, err_msg=variable)
+            np.testing.assert_allclose(told[variable], history[variable], rtol=2e-4, atol=1e-6, err_msg=variable)
         for key, value in weights.items():
             torch.testing.assert_close(
                 found[key], value, rtol=1e-3, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
