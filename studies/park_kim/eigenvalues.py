@@ -1,7 +1,7 @@
 """What the studies of the Hessian share: the paper's eigenvalues of a network at an epoch, with NEP and APE."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xarray as xr
@@ -22,6 +22,7 @@ STATISTICS = {
     "nep": ("share of negative eigenvalues", "1"),
     "ape": ("mean of the positive eigenvalues", "nats"),
 }
+_Array = TypeVar("_Array", xr.DataArray, np.ndarray)
 _ENDS = {"": "", "_low": ", lower end over batches", "_high": ", upper end over batches"}
 
 
@@ -77,9 +78,9 @@ def measured_epochs(run: Run) -> list[int]:
     return [epoch for epoch in kept if epoch >= first]
 
 
-def doublings(ape: xr.DataArray) -> xr.DataArray:
+def doublings(ape: _Array) -> _Array:
     """The logarithm of APE to base 2, kept finite where a network has no positive eigenvalue at all."""
-    return ape.clip(min=float(np.finfo(np.float32).tiny)).pipe(np.log2)
+    return np.log2(ape.clip(float(np.finfo(np.float32).tiny)))
 
 
 def over_seeds(values: np.ndarray, variable: str) -> tuple[np.ndarray, np.ndarray]:
@@ -96,9 +97,8 @@ def over_seeds(values: np.ndarray, variable: str) -> tuple[np.ndarray, np.ndarra
         Mean `(point,)` and both sides `(2, point)`, which are not-a-number for one seed.
     """
     if variable == "ape":
-        mean, half_width = interval(np.log(np.maximum(values, np.finfo(np.float32).tiny)))
-        mean, low, high = np.exp(mean), np.exp(mean - half_width), np.exp(mean + half_width)
-        return mean, np.stack([mean - low, high - mean])
+        mean, half_width = interval(doublings(values))
+        return 2**mean, np.stack([2**mean - 2 ** (mean - half_width), 2 ** (mean + half_width) - 2**mean])
     mean, half_width = interval(values)
     return mean, np.stack([np.minimum(half_width, mean), half_width])
 
