@@ -482,6 +482,40 @@ def test_a_killed_process_costs_nobody_else_and_in_the_end_its_own_run():
             dies.result()
 
 
+KILLED = """
+import os, sys, time
+from vitprobe.executors import LocalExecutor
+
+if __name__ == "__main__":
+    with LocalExecutor(2) as executor:
+        tasks = [executor.submit(os.getpid) for _ in range(2)]
+        while not all(task.done() for task in tasks):
+            time.sleep(0.02)
+        executor.submit(time.sleep, 600)  # one is at work, the other waits for work
+        print(*(task.result() for task in tasks), flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
+def test_processes_end_with_the_one_that_started_them(tmp_path, how):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(set(workers)) == 2 and all(Path(f"/proc/{pid}").exists() for pid in workers)
+        parent.send_signal(how)
+    wait_for(lambda: not any(running(pid) for pid in workers), "end of the processes")
+
+
+def running(pid: int) -> bool:
+    """Whether there is such a process that has not ended (one that nobody asked after stays as a zombie)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_threads_of_a_process_take_turns():
     inside, most = [0], [0]
 

@@ -311,9 +311,18 @@ class _LocalTask(Task):
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, and give bars a lock that a terminated process does not leak."""
+    """Leave Ctrl-C to the parent, end with it, and give bars a lock that a terminated process does not leak."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tqdm.set_lock(threading.RLock())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process at once when its parent is gone: a pool's process would train on, and then wait forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # only spawned processes come here
+    parent.join()
+    os._exit(1)  # what is written is whole at any moment, as with `stop`
 
 
 # --- Dask -------------------------------------------------------------------------------------------
