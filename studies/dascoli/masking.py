@@ -59,6 +59,7 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
     """What one trained network loses without its position codes, and with its first gated layers masked.
 
     Returns:
+        `intact_accuracy` (of the test images that are masked, which may be fewer than those of `accuracy`) and
         `codes_change` without dimensions, and along `layer`, the layers of attention, `content_change` and
         `position_change` with that layer and all before it masked, each with its standard error over images; and
         `position_share`, the mean over the layer's heads. Not-a-number where a layer has no gates.
@@ -74,6 +75,8 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
     if np.isfinite(share).any():
         gated = masking(network, batches, list(MASKS), per="up_to_layer", progress=False)
     for ending, text in (("", ""), ("_se", "standard error over images of ")):
+        intact = 100 * float(codes[f"intact_accuracy{ending}"])
+        found[f"intact_accuracy{ending}"] = ((), intact, _said(f"{text}accuracy with nothing masked", "%"))
         lost = 100 * float(codes[f"accuracy_change{ending}"])
         said = f"{text}change of accuracy without position codes"
         found[f"codes_change{ending}"] = ((), lost, _said(said, "percentage points"))
@@ -126,7 +129,7 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     lost = " and ".join(
         f"{look.label} {accuracy.mean():.1f} to {(accuracy + change).mean():.1f} %"
         for kind, look in ((plain, VIT), (gated, CONVIT))
-        for accuracy, change in [(where(ds, **kind).accuracy.values, where(ds, **kind).codes_change.values)]
+        for accuracy, change in [(where(ds, **kind).intact_accuracy.values, where(ds, **kind).codes_change.values)]
     )
     runs = where(ds, **gated)
     gap = curve(runs, "position") - curve(runs, "content")
@@ -154,11 +157,12 @@ def draw(ds: xr.Dataset) -> Figure:
         codes, codes_there, layers, layers_there = figure.subplots(1, 4, width_ratios=[1, 1, 1.3, 1.3])
         for kind, look, (with_codes, without) in zip((plain, gated), (VIT, CONVIT), TABLE_5.values(), strict=True):
             runs = where(ds, **kind)
-            _lines(codes, np.arange(2), np.stack([runs.accuracy, runs.accuracy + runs.codes_change], axis=1), look)
+            masked = runs.intact_accuracy + runs.codes_change
+            _lines(codes, np.arange(2), np.stack([runs.intact_accuracy, masked], axis=1), look)
             _lines(codes_there, np.arange(2), np.array([[with_codes, without]]), look)
         runs = where(ds, **gated)
         for place, (mask, look) in enumerate(MASKS.items()):
-            ours = runs.accuracy.values[:, None] + np.pad(curve(runs, mask), ((0, 0), (1, 0)))
+            ours = runs.intact_accuracy.values[:, None] + np.pad(curve(runs, mask), ((0, 0), (1, 0)))
             _lines(layers, np.arange(ours.shape[1]), ours, look)
             theirs = np.array([[pair[place] for pair in TABLE_6.values()]])
             _lines(layers_there, np.array(list(TABLE_6)), theirs, look)

@@ -217,7 +217,6 @@ def measure(row: Initialised, settings: Settings) -> xr.Dataset:
             references="Zheng et al. 2024, arXiv:2401.12511",
             config=row.config(),
             device="cpu",
-            seed=seed,
         )
         | {
             "side": side,

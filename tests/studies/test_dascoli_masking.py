@@ -43,6 +43,7 @@ def stacked(
 
     return xr.Dataset(
         {
+            "intact_accuracy": ("run", [accuracy] * len(rows)),
             "codes_change": ("run", [-(codes[model] + 0.2 * model * level[seed]) for seed, model in rows]),
             "content_change": by_layer(content, 0.3),
             "position_change": by_layer(position, 0.1),
@@ -127,6 +128,8 @@ def test_smoke_run(smoke_run, tmp_path):
     for name in ("content_change", "position_change", "position_change_se", "position_share"):
         assert np.isfinite(ds[name].values).tolist() == gated
     assert np.isfinite(ds.codes_change.values).all()
+    # Without a size of the settings, `accuracy` is of all test images; what is masked is drawn beside its own.
+    np.testing.assert_allclose(ds.intact_accuracy, ds.accuracy, atol=1e-4)
     # The oracle: gates that are all but 1, or 0, in the first two layers.
     settings = Settings(scale="smoke", train_size=50, test_size=30)
     result = trained(convit(seeds_of(settings)[0], settings), cache=tmp_path / "cache", device="cpu")
@@ -138,5 +141,5 @@ def test_smoke_run(smoke_run, tmp_path):
             torch.nn.init.constant_(block.attention.gate, gate)
         with torch.no_grad():
             accuracy = float((result.model(inputs).argmax(1) == labels).float().mean())
-        lost = 100 * accuracy - float(ds.accuracy[1])
+        lost = 100 * accuracy - float(ds.intact_accuracy[1])
         assert float(ds[f"{mask}_change"][1, 1]) == pytest.approx(lost, abs=1e-3)

@@ -148,7 +148,7 @@ def test_grid(scale):
 
 
 def test_smoke_run(smoke_run):
-    path = smoke_run(fit.STUDY)
+    path = smoke_run(fit.STUDY, seeds=2)
     assert path.with_suffix(".png").stat().st_size > 30_000
     ds = load(path)
     own = ds.isel(run=np.flatnonzero(ds.fit.values == SHARP))
