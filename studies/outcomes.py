@@ -185,7 +185,9 @@ def part(claim: Claim, name: str, statement: str, *, published: str = "not publi
     Returns:
         The part; the evidence against the whole stays with the whole.
     """
-    return replace(claim, id=f"{claim.id} {name}", statement=statement, published=published, counter_evidence="")
+    return replace(
+        claim, id=f"{claim.id} {name}", statement=statement, published=published, counter_evidence="", parts=()
+    )
 
 
 def learned(ds: xr.Dataset, least: float = 45.0) -> bool:

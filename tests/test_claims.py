@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -225,6 +226,7 @@ REGISTRY = {
     name: Claim(name, paper, f"{name} holds", "a number", "above 0", "Fig. 1", against)
     for name, paper, against in [("A1", "One", ""), ("A2", "One", "others differ"), ("B1", "Two", "")]
 }
+HALVES = {**REGISTRY, "A1": replace(REGISTRY["A1"], parts=("left", "right"))}
 
 
 def found(*names: str, scale: str = "cpu", data: str = "one/a_cpu.nc", figure: str = "one/a_cpu.png") -> Judged:
@@ -232,12 +234,13 @@ def found(*names: str, scale: str = "cpu", data: str = "one/a_cpu.nc", figure: s
     return Judged("A", scale, data, figure, [decide(claim, [0.5, 1.0, 1.5], threshold=0) for claim in claims_found])
 
 
-def test_unmeasured_are_those_of_which_no_part_is_judged():
+def test_unmeasured_are_those_of_which_nothing_that_decides_is_judged():
     def left(*judged: Judged) -> list[str]:
         return [claim.id for claim in claims.unmeasured(judged, REGISTRY.values())]
 
     assert left() == ["A1", "A2", "B1"]
-    assert left(found("A2"), found("B1 msa vit")) == ["A1"]
+    assert left(found("A2"), found("B1")) == ["A1"]
+    assert left(found("A2 beside"), found("B1 msa vit")) == ["A1", "A2", "B1"]
     # A claim of another paper with the same name is another claim.
     of_two = decide(replace(REGISTRY["A1"], paper="Two"), [1.0, 2.0], threshold=0)
     assert left(Judged("A", "cpu", "a.nc", "", [of_two])) == ["A1", "A2", "B1"]
@@ -257,24 +260,35 @@ def test_scorecard_is_grouped_by_paper():
     assert page.count("[Figure](one/a_cpu.png)") == 2 and page.count("[Figure]") == 2
     assert "| A2 | A2 holds | a number | above 0 | not measured |" in page.splitlines()
     assert "- A2, against it: others differ" in page.splitlines()
+    said = Judged("A", "cpu", "a.nc", "", [decide(REGISTRY["A1"], [1.0, 1.1], threshold=0, detail="points | of ten")])
+    assert "n = 2 seeds; points \\| of ten |" in claims.scorecard([said])
     row = "| A1 | A1 holds | above 0 | 1 [-0.242, 2.24], n = 3 seeds | inconclusive (about 4 seeds would decide) |"
     assert page.splitlines().count(row) == 2
 
 
 def test_summary_names_the_claims_by_their_verdicts():
     yes, no = (decide(REGISTRY["A1"], [0.9, 1.0, 1.1], threshold=threshold) for threshold in (0, 2))
-    part = replace(no, claim=replace(REGISTRY["A1"], id="A1 part"))
+    left, right, beside = (
+        {word: replace(verdict, claim=replace(REGISTRY["A1"], id=f"A1 {name}")) for word, verdict in given.items()}
+        for given in [{"yes": yes, "no": no}]
+        for name in ("left", "right", "beside")
+    )
 
-    def row(*verdicts: Verdict) -> list[str]:
-        head, _, one, two = claims.summary([Judged("A", "cpu", "a.nc", "", verdicts)], REGISTRY).splitlines()
+    def row(*verdicts: Verdict, registry: Mapping[str, Claim] = REGISTRY) -> list[str]:
+        head, _, one, two = claims.summary([Judged("A", "cpu", "a.nc", "", verdicts)], registry).splitlines()
         assert head == "| Paper | supported | contradicted | inconclusive | not measured |"
         assert two == "| Two |  |  |  | B1 |"
         return [cell.strip() for cell in one.split("|")[1:-1]]
 
     assert row() == ["One", "", "", "", "A1, A2"]
-    # A part counts only where the whole is not judged.
-    assert row(yes, part) == ["One", "A1", "", "", "A2"]
-    assert row(part) == ["One", "", "A1", "", "A2"]
+    # What is judged beside a claim does not count, whatever is said of the claim.
+    assert row(yes, beside["no"]) == ["One", "A1", "", "", "A2"]
+    assert row(beside["no"]) == ["One", "", "", "", "A1, A2"]
+    # Parts that decide count together, where the whole is not judged; one alone does not support it.
+    assert row(left["yes"], right["yes"], beside["no"], registry=HALVES) == ["One", "A1", "", "", "A2"]
+    assert row(left["yes"], right["no"], registry=HALVES) == ["One", "", "A1", "", "A2"]
+    assert row(left["yes"], beside["yes"], registry=HALVES) == ["One", "", "", "A1", "A2"]
+    assert row(left["no"], yes, registry=HALVES) == ["One", "A1", "", "", "A2"]
     # Two datasets that judge one claim: it is contradicted if one of them says so.
     assert row(yes, no, replace(yes, claim=REGISTRY["A2"])) == ["One", "A2", "A1", "", ""]
 

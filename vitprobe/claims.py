@@ -261,7 +261,7 @@ def verdicts_from_json(text: str) -> list[Verdict]:
     return [
         Verdict(**{
             **record,
-            "claim": Claim(**record["claim"]),
+            "claim": Claim(**record["claim"] | {"parts": tuple(record["claim"].get("parts", ()))}),
             **{key: float(record[key]) for key in ("value", "low", "high")},
         })
         for record in json.loads(text)
@@ -269,7 +269,7 @@ def verdicts_from_json(text: str) -> list[Verdict]:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """A Markdown table of claims beside what was measured, and below it what speaks against them.
+    """A Markdown table of claims beside what was measured and said of it, and below it what speaks against them.
 
     Args:
         verdicts: the verdicts, one a row.
@@ -283,7 +283,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
         word = verdict.verdict if verdict.verdict == "inconclusive" else f"**{verdict.verdict}**"
         if verdict.needed:
             word += f" (about {verdict.needed} {verdict.unit}s would decide)"
-        ours = verdict.detail if math.isnan(verdict.value) else _ours(verdict)
+        numbers = "" if math.isnan(verdict.value) else _ours(verdict)
+        ours = "; ".join(filter(None, [numbers, verdict.detail]))
         rows.append((claim.id, claim.statement, claim.published, ours, word))
     return _table(rows, [verdict.claim for verdict in verdicts])
 
@@ -324,7 +325,8 @@ def scorecard(judged: Sequence[Judged], registry: Mapping[str, Claim] | None = N
 def summary(judged: Sequence[Judged], registry: Mapping[str, Claim]) -> str:
     """A Markdown table that names the claims of each paper by their verdicts.
 
-    A claim that several datasets judge, or only parts of which are judged, counts as `combine` would have it.
+    A claim that several datasets judge, or that is judged by its `parts`, counts as `combine` would have it; it is not
+    supported while one of its parts is not measured. What is judged beside a claim does not count.
 
     Args:
         judged: the verdicts of each dataset.
@@ -335,9 +337,11 @@ def summary(judged: Sequence[Judged], registry: Mapping[str, Claim]) -> str:
     """
     words: dict[str, dict[str, list[str]]] = {}
     for claim in registry.values():
-        of_claim = [v for one in judged for v in one.verdicts if _whole(v.claim) == _whole(claim)]
-        whole = [v for v in of_claim if v.claim.id == claim.id]
-        word = combine(claim, whole or of_claim).verdict if of_claim else "not measured"
+        deciding = _deciding(judged, claim)
+        word = combine(claim, deciding).verdict if deciding else "not measured"
+        names = {v.claim.id for v in deciding}
+        if word == "supported" and claim.id not in names and len(names) < len(claim.parts):
+            word = "inconclusive"
         words.setdefault(claim.paper, {}).setdefault(word, []).append(claim.id)
     columns = [*VERDICTS, "not measured"]
     rows = [("Paper", *columns)]
@@ -375,7 +379,7 @@ def overview(judged: Sequence[Judged], registry: Mapping[str, Claim], *, width: 
 
 
 def unmeasured(judged: Iterable[Judged], known: Iterable[Claim]) -> list[Claim]:
-    """The claims on which there is no verdict, nor on a part of them.
+    """The claims on which there is no verdict, nor on one of their parts that decide.
 
     Args:
         judged: the verdicts of each dataset.
@@ -384,8 +388,16 @@ def unmeasured(judged: Iterable[Judged], known: Iterable[Claim]) -> list[Claim]:
     Returns:
         Those of the known.
     """
-    seen = {_whole(verdict.claim) for one in judged for verdict in one.verdicts}
-    return [claim for claim in known if _whole(claim) not in seen]
+    judged = list(judged)
+    return [claim for claim in known if not _deciding(judged, claim)]
+
+
+def _deciding(judged: Iterable[Judged], claim: Claim) -> list[Verdict]:
+    """The verdicts on a claim, or where there are none on the whole, on its parts that decide together."""
+    of_paper = [v for one in judged for v in one.verdicts if v.claim.paper == claim.paper]
+    parts = {f"{claim.id} {name}" for name in claim.parts}
+    whole = [v for v in of_paper if v.claim.id == claim.id]
+    return whole or [v for v in of_paper if v.claim.id in parts]
 
 
 def _whole(claim: Claim) -> tuple[str, str]:

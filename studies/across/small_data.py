@@ -127,8 +127,11 @@ def _without(said: str) -> Iterator[None]:
 def permutation_p(one: np.ndarray, other: np.ndarray) -> float:
     """Two-sided p of Spearman's rank correlation: the share of all orders that give one as far from zero.
 
-    Exact; of more than eight families, whose orders are too many, it is that of 40,000 random ones.
+    Exact; of more than eight families, whose orders are too many, it is that of 40,000 random ones. One where a number
+    is missing, which has no rank.
     """
+    if not np.isfinite([*one, *other]).all():
+        return 1.0
     ranks, reference = rankdata(one), rankdata(other)
     n = len(ranks)
     if n <= 8:

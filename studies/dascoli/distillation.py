@@ -100,7 +100,8 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     with_teacher = where(ds, taught=1)
     better, fitted = (float(with_teacher[name].mean()) for name in ("teacher_accuracy", "teacher_fitted"))
     detail = f"teacher {better:.1f} %, on the training images {fitted:.1f} %"
-    teaches = fitted <= FITTED and better > float(where(ds, taught=0).accuracy.mean())
+    pupils = [float(where(ds, taught=0, **kind).accuracy.mean()) for kind in (plain, gated)]
+    teaches = fitted <= FITTED and better > max(pupils)
     found = {
         "ConViT": ("a teacher helps the ConViT", gain(ds, gated), f"{gains['ConViT-S+']:+.1f} points"),
         "less": (

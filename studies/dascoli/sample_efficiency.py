@@ -18,7 +18,7 @@ Rule       Set before anything was measured. D1: of each seed the test accuracy 
            of all images must have learned their task, all others be better than chance by half (15 % of ten classes).
            A relative gain grows by itself where accuracies are low: the slope of the gain in percentage points is
            judged beside it, and decides nothing.
-           1,264 steps, those of the cpu scale, are early training: with all images both networks still underfit, with a
+           1,256 steps, those of the cpu scale, are early training: with all images both networks still underfit, with a
            tenth and ten times the epochs they do not. So the loss of the training images is said with both claims.
            Shares are the first images of each class, as in the paper, and see as many images in all (epochs, warm-up
            and schedule stretched alike). Both networks have the same heads and width; at the paper scale those of S+,

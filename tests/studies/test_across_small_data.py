@@ -48,6 +48,7 @@ def test_spearman_and_its_exact_p_are_scipys():
         )
         assert permutation_p(one, other) == pytest.approx(exact.pvalue)
     assert permutation_p(np.arange(7), np.arange(7)) == pytest.approx(2 / 5040)
+    assert permutation_p(np.array([*range(6), np.nan]), np.arange(7)) == 1.0
     one, other = rng.normal(size=(2, 12))  # of random orders
     assert permutation_p(one, other) == pytest.approx(stats.spearmanr(one, other).pvalue, abs=0.02)
 

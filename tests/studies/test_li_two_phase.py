@@ -18,7 +18,9 @@ from vitprobe.study import Settings
 SCALES = ["smoke", "quick", "cpu", "paper"]
 
 
-def stacked(*, handed: float = -0.1, seeds: int = 3, level: float = 60.0, **less: float) -> xr.Dataset:
+def stacked(
+    *, handed: float = -0.1, first: float = 40.0, seeds: int = 3, level: float = 60.0, **less: float
+) -> xr.Dataset:
     """Arms that are so many points below two phases; the hand-over changes the accuracy by `handed`."""
     below = {TWO_PHASES: 0.0, SCRATCH: less.get("scratch", 3.0), CONVOLUTION: less.get("convolution", 2.0)}
     below[TWICE] = less.get("twice", 2.0)
@@ -26,14 +28,14 @@ def stacked(*, handed: float = -0.1, seeds: int = 3, level: float = 60.0, **less
     common = rng.normal(0, 4, seeds)  # what a seed's networks share
     rows = [(seed, name) for seed in range(seeds) for name in below]
     accuracy = [level + common[seed] - below[name] + rng.normal(0, 0.05) for seed, name in rows]
-    first = np.full(len(rows), 40.0)
+    first_phase = np.full(len(rows), first)
     return xr.Dataset(
         {
             "test_accuracy": (("run", "epoch"), np.array(accuracy)[:, None] / 100 * np.linspace(0.4, 1, 4)),
             "error_se": ("run", np.full(len(rows), 1.0)),
             "seconds": ("run", [98.0 if name == TWO_PHASES else 100.0 for _, name in rows]),
-            "first_accuracy": ("run", first),
-            "handed_accuracy": ("run", first + handed + rng.normal(0, 0.02, len(rows))),
+            "first_accuracy": ("run", first_phase),
+            "handed_accuracy": ("run", first_phase + handed + rng.normal(0, 0.02, len(rows))),
             "relative_gap": ("run", np.full(len(rows), 0.03)),
             "agreement": ("run", np.full(len(rows), 0.99)),
         },
@@ -68,6 +70,7 @@ def verdicts(ds: xr.Dataset) -> dict[str, str]:
         ({"twice": 0.0}, "supported", "inconclusive"),
         ({"seeds": 1}, "inconclusive", "inconclusive"),
         ({"level": 30.0}, "inconclusive", "inconclusive"),
+        ({"first": 12.0}, "supported", "inconclusive"),  # what is handed over is no trained network
     ],
 )
 def test_verdicts(options, l3, l4):

@@ -22,6 +22,8 @@ class Claim:
         published: the value published, in words.
         source: where in the paper, and how the value was read.
         counter_evidence: what others, or the paper itself, found against it, and what confounds it.
+        parts: the names of its parts that decide together, each judged by a study of its own, e.g. `("accuracy",)` for
+            `"E8 accuracy"`; none where one study judges the whole.
     """
 
     id: str
@@ -31,6 +33,7 @@ class Claim:
     published: str
     source: str
     counter_evidence: str = ""
+    parts: tuple[str, ...] = ()
 
 
 @functools.cache

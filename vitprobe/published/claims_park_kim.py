@@ -143,6 +143,7 @@ _CLAIMS = [
             "about 1 percentage point, where repeated networks of the paper differ by about 0.3. Convolutional "
             "networks with large kernels do well, which speaks for long range."
         ),
+        parts=("accuracy", "eigenvalues"),
     ),
     Claim(
         id="E9",
@@ -335,6 +336,7 @@ _CLAIMS = [
             "Alter-ResNet-50 has 33.0 million parameters, the ResNet of equal blocks without attention 28.2, ResNet-50 "
             "23.7: no published network of equal size stands beside it."
         ),
+        parts=("accuracy", "robustness", "curvature"),
     ),
     Claim(
         id="E22",
