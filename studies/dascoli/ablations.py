@@ -214,10 +214,11 @@ def draw(ds: xr.Dataset) -> Figure:
             ax.grid(axis="y", color="0.9", linewidth=0.6)
             ax.tick_params(axis="y", length=0)
         handles, labels = theirs.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=2, handletextpad=0.2)
+        figure.legend(handles, labels, title="published", loc="outside upper right", ncols=2, handletextpad=0.2)
         bars = f" Bars: 95 % t interval over {count} seeds; small marks: single seeds." if count > 2 else ""
         figure.supxlabel(
-            f"e is the ViT, f and g keep their gated attention as it starts. Published: one run each.{bars}",
+            "Squares: filled where a row has the part. e is the ViT, f and g keep their gated attention as it starts.\n"
+            f"Published: one run each.{bars}",
             fontsize=6.5,
             color=GREY,
         )
@@ -234,7 +235,7 @@ def _marks(ax: Axes) -> None:
     """Which parts each row has: filled."""
     for place, row in enumerate(ROWS.values()):
         for column, has in enumerate(row.parts):
-            ax.plot(column, place, "o", color=GREY, markersize=4.5, markerfacecolor=GREY if has else "white")
+            ax.plot(column, place, "s", color=GREY, markersize=4.5, markerfacecolor=GREY if has else "white")
     ax.set_yticks(range(len(ROWS)), [f"{letter}  {row.name}" for letter, row in ROWS.items()])
     ax.set_ylim(len(ROWS) - 0.5, -0.5)
     ax.set_xticks(range(len(PARTS)), PARTS, rotation=35, ha="right", rotation_mode="anchor")

@@ -342,7 +342,7 @@ _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 0.98), "nco
 def _by_layer(ax: Axes, plain: xr.Dataset, gated: xr.Dataset) -> None:
     """What another image moves in every head of every layer, after training."""
     for runs, look in ((plain, VIT), (gated, CONVIT)):
-        heads_by_layer(ax, runs.isel(epoch=-1), "moved", color=look.color, label=look.label)
+        heads_by_layer(ax, runs.isel(epoch=-1), "moved", color=look.color, marker=look.marker, label=look.label)
     lines, names = ax.get_legend_handles_labels()
     chosen = [place for place, name in enumerate(names) if name != "head"]
     ax.legend([lines[place] for place in chosen], [names[place] for place in chosen], **_ABOVE)

@@ -36,15 +36,15 @@ from vitprobe.runs import Run
 from vitprobe.study import Settings, Study, main
 
 WHOLE = {"e": VIT, "a": CONVIT}  # the rows that have all shares of the images
-# Colour and line of every row; frozen attention is dashed.
-LINES: dict[str, tuple[str, Any]] = {
-    "a": (CONVIT.color, "-"),
-    "b": (BLUE, "-"),
-    "c": ("#009E73", "-"),
-    "d": ("#56B4E9", "-"),
-    "e": (VIT.color, "-"),
-    "f": ("#E69F00", "--"),
-    "g": (GREY, "--"),
+# Colour, line and marker of every row; frozen attention is dashed.
+LINES: dict[str, tuple[str, Any, str]] = {
+    "a": (CONVIT.color, "-", CONVIT.marker),
+    "b": (BLUE, "-", "v"),
+    "c": ("#009E73", "-", "^"),
+    "d": ("#56B4E9", "-", "<"),
+    "e": (VIT.color, "-", VIT.marker),
+    "f": ("#E69F00", "--", "P"),
+    "g": (GREY, "--", "X"),
 }
 BY_SHARE: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (4, 1, 1, 1, 1, 1)))  # all images, and ever fewer
 
@@ -80,13 +80,21 @@ def draw(ds: xr.Dataset) -> Figure:
         by_share, *by_row = figure.subplots(1, 1 + len(complete), sharey=True)
         for count, line in zip(images, BY_SHARE, strict=False):
             for row, look in WHOLE.items():
-                _curve(by_share, where(ds, row=row, train_images=count), images[0], look.color, line, band=True)
+                _curve(
+                    by_share,
+                    where(ds, row=row, train_images=count),
+                    images[0],
+                    look.color,
+                    line,
+                    marker=look.marker,
+                    band=True,
+                )
         by_share.set_title("by share of the images")
         by_share.set_ylabel("test accuracy [%]")
         for ax, count in zip(by_row, complete, strict=True):
-            for place, (row, (color, line)) in enumerate(LINES.items()):
+            for place, (row, (color, line, marker)) in enumerate(LINES.items()):
                 runs = where(ds, row=row, train_images=count)
-                _curve(ax, runs, images[0], color, line)
+                _curve(ax, runs, images[0], color, line, marker=marker)
                 _end(ax, runs, images[0], color, 1.02 + 0.015 * place)
             ax.set_title(f"with parts left out, {100 * count / images[0]:.3g} % of the images")
         drawn = [line.get_ydata() for ax in (by_share, *by_row) for line in ax.lines]
@@ -122,14 +130,16 @@ def curves(runs: xr.Dataset) -> tuple[np.ndarray, np.ndarray]:
     return interval(100 * runs.test_accuracy.transpose("run", "epoch").values)
 
 
-def _curve(ax: Axes, runs: xr.Dataset, whole: int, color: str, line: Any, *, band: bool = False) -> None:
+def _curve(
+    ax: Axes, runs: xr.Dataset, whole: int, color: str, line: Any, *, marker: str = "", band: bool = False
+) -> None:
     """The mean over seeds; of three seeds and more with its interval, if a band is asked for."""
     runs = runs.dropna("epoch", how="all", subset=["test_accuracy"])  # others are trained longer
     x, (mean, half) = passes(runs, whole), curves(runs)
     if band and runs.sizes["run"] > 2:
         ax.fill_between(x, mean - half, mean + half, color=color, alpha=0.15, linewidth=0)
-    marker = "o" if len(x) < 5 else None  # a single epoch makes no line
-    ax.plot(x, mean, color=color, linestyle=line, marker=marker, markersize=3)
+    marker = marker or ("o" if len(x) < 5 else "")  # a single epoch makes no line
+    ax.plot(x, mean, color=color, linestyle=line, marker=marker, markersize=3, markevery=max(1, len(x) // 8))
 
 
 def _end(ax: Axes, runs: xr.Dataset, whole: int, color: str, place: float) -> None:
@@ -141,7 +151,9 @@ def _end(ax: Axes, runs: xr.Dataset, whole: int, color: str, place: float) -> No
 
 
 def _of_shares(shares: Sequence[str]) -> list[Line2D]:
-    found = [Line2D([], [], color=look.color, label=look.label) for look in WHOLE.values()]
+    found = [
+        Line2D([], [], color=look.color, marker=look.marker, markersize=3, label=look.label) for look in WHOLE.values()
+    ]
     return found + [
         Line2D([], [], color=GREY, linestyle=line, label=share) for share, line in zip(shares, BY_SHARE, strict=False)
     ]
@@ -149,8 +161,8 @@ def _of_shares(shares: Sequence[str]) -> list[Line2D]:
 
 def _of_rows() -> list[Line2D]:
     return [
-        Line2D([], [], color=color, linestyle=line, label=f"{row} {ROWS[row].name}")
-        for row, (color, line) in LINES.items()
+        Line2D([], [], color=color, linestyle=line, marker=marker, markersize=3, label=f"{row} {ROWS[row].name}")
+        for row, (color, line, marker) in LINES.items()
     ]
 
 

@@ -182,21 +182,20 @@ def draw(ds: xr.Dataset) -> Figure:
     counts, most, strengths = varied(ds)
     last = int(ds.epoch[-1])
     with style():
-        figure = Figure(figsize=(PAGE_WIDTH, 2.9), layout="constrained")
+        figure = Figure(figsize=(PAGE_WIDTH, 3.4), layout="constrained")
         by_strength, by_epoch, ungated = figure.subplots(1, 3)
         local = ds.isel(run=np.flatnonzero(ds.gates.values == 1))
         none = accuracy(ds, last, layers=0)
         for strength, color, mark in zip(strengths, PALETTE, "^so", strict=False):
             present = np.unique(local.layers.values[local.strength.values == strength]).astype(int)
             rows = [none, *(accuracy(ds, last, layers=one, strength=strength, gates=1) for one in present)]
-            _curve(by_strength, [0, *present], rows, color=color, marker=mark, label=f"{strength:g}")
-        by_strength.legend(title="locality strength\n[1/patch²]", loc="best")
+            apart = 0.12 * (strengths.index(strength) - (len(strengths) - 1) / 2)  # bars at one place hide each other
+            _curve(by_strength, [0, *(present + apart)], rows, color=color, marker=mark, label=f"{strength:g}")
         epochs = np.unique([early(ds), *np.round(np.array([0.25, 0.5, 1]) * last).clip(1).astype(int)])
-        for epoch, shade in zip(epochs, np.linspace(0.75, 0.0, len(epochs)), strict=True):
+        for epoch, shade, mark in zip(epochs, np.linspace(0.75, 0.0, len(epochs)), "v^so", strict=False):
             rows = [accuracy(ds, epoch, layers=0)]
             rows += [accuracy(ds, epoch, layers=one, strength=1.0, gates=1) for one in counts[1:]]
-            _curve(by_epoch, counts, rows, color=str(shade), marker="o", label=f"{epoch}")
-        by_epoch.legend(title="epoch, strength 1", loc="best")
+            _curve(by_epoch, counts, rows, color=str(shade), marker=mark, label=f"{epoch}")
         for name, color, mark, chosen in (
             (VIT.label, VIT.color, VIT.marker, {"layers": 0}),
             (CONVIT.label, CONVIT.color, CONVIT.marker, {"layers": most, "strength": 1.0, "gates": 1}),
@@ -204,7 +203,16 @@ def draw(ds: xr.Dataset) -> Figure:
         ):
             rows = list(100 * where(ds, **chosen).test_accuracy.transpose("epoch", "run").values)
             _curve(ungated, ds.epoch.values, rows, color=color, marker=mark, label=name)
-        ungated.legend(loc="best")
+        for ax, said in (
+            (by_strength, "locality strength [1/patch²]"),
+            (by_epoch, "epoch, strength 1"),
+            (ungated, "network"),
+        ):
+            handles, labels = ax.get_legend_handles_labels()
+            ax.legend(
+                handles, labels, title=said, loc="lower center", bbox_to_anchor=(0.5, 1.12), ncols=len(handles),
+                columnspacing=0.9, handletextpad=0.3, handlelength=1.2,
+            )  # fmt: skip
         for ax, title in (
             (by_strength, f"epoch {last}"),
             (by_epoch, "over training"),

@@ -291,7 +291,7 @@ def draw(ds: xr.Dataset) -> Figure:
         shares, curves, published = figure.subplots(1, 3)
         for name, look in LOOKS.items():
             _shares(shares, where(ds, initialisation=name), look.color, look.marker, look.label)
-            _curves(curves, where(ds, initialisation=name, alpha=ds.attrs["shown"]), look.color)
+            _curves(curves, where(ds, initialisation=name, alpha=ds.attrs["shown"]), look.color, look.marker)
             if name in PUBLISHED:
                 values = PUBLISHED[name]
                 published.plot(
@@ -338,12 +338,15 @@ def _shares(ax: Axes, runs: xr.Dataset, color: str, marker: str, label: str) -> 
     ax.set_xticks(alphas)
 
 
-def _curves(ax: Axes, runs: xr.Dataset, color: str) -> None:
+def _curves(ax: Axes, runs: xr.Dataset, color: str, marker: str) -> None:
     """Test accuracy by epoch: every seed, and their mean."""
     if runs.sizes["run"] > 1:
         for curve in runs.curve.values:
             ax.plot(runs.epoch, curve, color=color, linewidth=0.5, alpha=0.45)
-    ax.plot(runs.epoch, runs.curve.mean("run"), color=color, linewidth=1.4)
+    few = max(1, runs.sizes["epoch"] // 8)
+    ax.plot(
+        runs.epoch, runs.curve.mean("run"), color=color, linewidth=1.4, marker=marker, markersize=3.5, markevery=few
+    )
 
 
 def _threshold(ax: Axes, value: float) -> None:

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import NullLocator
 
 from studies.initial_maps.drawn import PATCH, Initialised
@@ -290,7 +291,7 @@ def draw(ds: xr.Dataset) -> Figure:
         ((over_steps, error), (sharpness, dilution)) = figure.subplots(2, 2)
         uniform = 1 / ds.attrs["side"] ** 2
         for name, look in FIT_LOOKS.items():
-            _over_steps(over_steps, ds.isel(run=np.flatnonzero(ds.fit.values == name)), look)
+            _over_steps(over_steps, _by_steps(ds, name), look)
             _error(error, ds.isel(run=np.flatnonzero(ds.fit.values == name)), look)
         for ax in (over_steps, dilution):
             ax.axhline(uniform, color=GREY, linewidth=0.7, linestyle=":")
@@ -312,7 +313,10 @@ def draw(ds: xr.Dataset) -> Figure:
         sharpness.set_xlabel("scale c of the softmax, over the layer's own")
         sharpness.set_xlim(SCALES[0], SCALES[-1])
         sharpness.set_ylabel("largest attention of a query")
-        sharpness.annotate("random", _middle(ds), xytext=(5, -7), textcoords="offset points", color=GREY, fontsize=7)
+        sharpness.annotate(
+            "random", _middle(ds), xytext=(5, -7), textcoords="offset points", color=LOOKS["random"].color, fontsize=7,
+            path_effects=[withStroke(linewidth=2, foreground="white")], zorder=5,
+        )  # fmt: skip
         dilution.set_xlabel("share α of random tokens in the maps")
         for ax, title in (
             (over_steps, "the fit"),
@@ -322,7 +326,7 @@ def draw(ds: xr.Dataset) -> Figure:
         ):
             ax.set_title(title)
         figure.legend(*over_steps.get_legend_handles_labels(), loc="outside upper center", ncols=3)
-        counts = [last(ds, name).sizes["run"] for name in FIT_LOOKS]
+        counts = [group.sizes["run"] for name in FIT_LOOKS for group in _by_steps(ds, name)]
         seeds = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
         bars = f"Bars and bands: 95 % t interval over {seeds} seeds. " if max(counts) > 2 else ""
         figure.supxlabel(
@@ -346,10 +350,17 @@ def _middle(ds: xr.Dataset) -> tuple[float, float]:
     return float(SCALES[place]), float(curve[place])
 
 
-def _over_steps(ax: Axes, runs: xr.Dataset, look: Look) -> None:
-    """Mean attention over the steps taken; seeds that stopped by themselves are one point."""
+def _by_steps(ds: xr.Dataset, name: str) -> list[xr.Dataset]:
+    """The fits of one setting by their number of steps; those that stop by themselves are together."""
+    runs = ds.isel(run=np.flatnonzero(ds.fit.values == name))
+    if name == SHARP:
+        return [runs]
+    return [runs.isel(run=np.flatnonzero(runs.steps.values == steps)) for steps in np.unique(runs.steps.values)]
+
+
+def _over_steps(ax: Axes, groups: Sequence[xr.Dataset], look: Look) -> None:
+    """Mean attention over the steps taken, a point for each group."""
     own = look is FIT_LOOKS[SHARP]
-    groups = [runs] if own else [runs.isel(run=np.flatnonzero(runs.steps.values == n)) for n in np.unique(runs.steps)]
     middle = [float(group.mass.mean()) for group in groups]
     bars = [float(interval(g.mass.values[:, None])[1][0]) if g.sizes["run"] > 2 else 0.0 for g in groups]
     ax.errorbar(
@@ -383,7 +394,8 @@ def _line(ax: Axes, x: np.ndarray, seeds: np.ndarray, look: Look) -> None:
     middle, half_width = interval(seeds)
     if len(seeds) > 2:
         ax.fill_between(x, middle - half_width, middle + half_width, color=look.color, alpha=0.2, linewidth=0)
-    ax.plot(x, middle, color=look.color)
+    few = max(1, len(x) // 8)
+    ax.plot(x, middle, color=look.color, marker=look.marker, markersize=3.5, markevery=few)
 
 
 STUDY = Study(

@@ -92,6 +92,7 @@ def draw_rows(
     reference: str,
     thresholds: Mapping[str, tuple[float, str]],
     published: str,
+    note: str = "",
 ) -> Figure:
     """Test accuracy of every kind of network, and what it differs by from one of them in the same seed.
 
@@ -103,6 +104,7 @@ def draw_rows(
         thresholds: of the rules, by the word for what lies beyond [percentage points], and on which side, "left" or
             "right".
         published: what the published marks are.
+        note: what else stands below.
 
     Returns:
         The figure.
@@ -143,7 +145,7 @@ def draw_rows(
         known = any(row.published is not None for row in rows.values())
         handles = _legend(published if known else "", several=seeds > 1)
         figure.legend(handles=handles, loc="outside upper center", ncols=3, handletextpad=0.2)
-        figure.supxlabel(seeds_note(ds), fontsize=6.5, color=GREY)
+        figure.supxlabel("\n".join(filter(None, [seeds_note(ds), note])), fontsize=6.5, color=GREY)
     return figure
 
 

@@ -9,7 +9,14 @@ from vitprobe.figures.page import BLUE, VERMILION, interval, limit
 
 
 def heads_by_layer(
-    ax: Axes, runs: xr.Dataset, variable: str, *, color: str = BLUE, error: str = "", label: str = "mean over heads"
+    ax: Axes,
+    runs: xr.Dataset,
+    variable: str,
+    *,
+    color: str = BLUE,
+    marker: str = "o",
+    error: str = "",
+    label: str = "mean over heads",
 ) -> np.ndarray:
     """Draw a variable `(run, layer, head)` by layer: a point per head and seed, and the mean over heads as a line.
 
@@ -18,6 +25,7 @@ def heads_by_layer(
         runs: the runs of one model, without padded layers.
         variable: the variable.
         color: of points, line and band.
+        marker: of points and line.
         error: the variable that is the standard error of the mean over heads, for the band of a single run.
         label: of the line.
 
@@ -29,12 +37,12 @@ def heads_by_layer(
     # Heads have no order that two seeds share, so each is a point of its own.
     spread = np.linspace(-0.15, 0.15, heads.sizes["head"])
     x = np.broadcast_to(layer[:, None] + spread, heads.shape)
-    ax.scatter(x, heads, s=5, color=color, alpha=0.45, linewidths=0, zorder=3, label="head")
+    ax.scatter(x, heads, s=5, color=color, marker=marker, alpha=0.45, linewidths=0, zorder=3, label="head")
     mean, half_width = interval(heads.mean("head").values)
     if heads.sizes["run"] == 1 and error in runs:
         half_width = runs[error].transpose("run", "layer").values[0]
     ax.fill_between(layer, mean - half_width, mean + half_width, color=color, alpha=0.25, linewidth=0)
-    ax.plot(layer, mean, color=color, marker="o", markersize=3, zorder=4, label=label)
+    ax.plot(layer, mean, color=color, marker=marker, markersize=3, zorder=4, label=label)
     ax.set_xlabel("attention layer")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return heads.values
