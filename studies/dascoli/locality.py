@@ -165,6 +165,7 @@ def decayed(result: Trained, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """What decoupled weight decay would leave at each snapshot of gated attention without a gradient.
 
     It draws a gate to one half and flattens the Gaussians of position, both of which make attention look further.
+    Where matrices alone decay, as in the published code, the Gaussians do, whose vectors are some, and gates do not.
 
     Args:
         result: the trained run, for how many steps an epoch has and where its gates start.
@@ -180,12 +181,15 @@ def decayed(result: Trained, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
         return np.full(len(recipe.snapshots), np.nan), np.full(len(recipe.snapshots), np.nan)
     start = float(gates[0].detach().mean())
     steps = math.ceil(len(result.data.train) / recipe.batch_size)
-    rate = recipe.weight_decay if recipe.decay == "all" else 0.0
-    products = np.cumprod([1 - rate * learning_rate(recipe, step, steps) for step in range(recipe.epochs * steps)])
+    rates = [learning_rate(recipe, step, steps) for step in range(recipe.epochs * steps)]
+    products = np.cumprod([1 - recipe.weight_decay * rate for rate in rates])
     kept = np.array([1.0 if epoch == 0 else products[epoch * steps - 1] for epoch in recipe.snapshots])
+    gate = start * (kept if recipe.decay == "all" else np.ones_like(kept))
     patches, heads = layout(result.model)
-    reach = [initial_nonlocality(patches, heads, strength=left, gate=start * left) for left in kept]
-    return np.asarray(1 / (1 + np.exp(-start * kept))), np.array(reach)
+    reach = [
+        initial_nonlocality(patches, heads, strength=left, gate=logit) for left, logit in zip(kept, gate, strict=True)
+    ]
+    return np.asarray(1 / (1 + np.exp(-gate))), np.array(reach)
 
 
 # --- verdicts ---------------------------------------------------------------------------------------
