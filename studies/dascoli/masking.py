@@ -8,7 +8,8 @@ Command    vitprobe run dascoli/masking                      digits; shares its 
            vitprobe run dascoli/masking --scale cpu
            vitprobe run dascoli/masking --scale paper --device cuda
 Cost       no training beyond the ViT and the ConViT of all images of dascoli/sample_efficiency (6 networks). Beside it
-           two passes over the test images for each gated layer: a minute a network at the cpu scale (estimated).
+           two passes over the test images for each gated layer: 159 s on two cores at the cpu scale (measured, beside
+           other work).
 Rule       Set before anything was measured. D9: of each seed what the ViT loses [points of test accuracy] less what the
            ConViT loses; supported if the 95 % t interval over seeds lies wholly above zero, contradicted if wholly
            below. D10, of each seed's ConViT what masking content costs less what masking position costs: with all gated
@@ -22,8 +23,8 @@ Rule       Set before anything was measured. D9: of each seed what the ViT loses
            few epochs (at the cpu scale the learning rates of all steps add up to 0.63, so that Adam leaves them above
            0.57): then masking content changes the maps less than masking position does, whatever the layers need, and
            below 100 epochs D10 is inconclusive where it is not supported. The shares at the end are said with it.
-Expected   D9 supported. D10 open at the cpu scale, whose 8 epochs leave the gates near their start.
-           The accuracy by the recipe of scales.SMALL["cpu"] has not been measured for any seed.
+Expected   D9 supported. D10 open at the cpu scale, whose 8 epochs leave the gates near their start. The accuracy by the
+           recipe of scales.SMALL["cpu"], mean of seeds 0 to 2: 41.2 % ViT, 42.3 % ConViT.
 """
 
 import sys
