@@ -8,8 +8,8 @@ Figure     Above, as Fig. 7, 16 and 17, in the form of Fig. 3: the attention of 
 Command    vitprobe run dascoli/attention_maps                    digits, 4 x 4 patches
            vitprobe run dascoli/attention_maps --scale cpu        CIFAR-10, 8 x 8 patches
            vitprobe run dascoli/attention_maps --scale paper --device cuda
-Cost       The trainings are those of dascoli/sample_efficiency with all images: quick 6, cpu 6 (about 6 minutes of one
-           core each, estimated), paper 6. Measuring takes seconds a network.
+Cost       The trainings are those of dascoli/sample_efficiency with all images: quick 6, cpu 6, paper 6. Measuring
+           takes seconds a network: cpu 34 s on two cores (measured).
 Shown      The maps of the first seed in the first test image, whichever it is; the query is the patch in the middle.
            Layers: the first, the one in the middle of the gated ones, the last gated one, and the last; of more than
            four heads a layer without the middle one. The gated maps are drawn, not their parts.
@@ -19,8 +19,8 @@ Rule       No claim is judged: the paper's maps are examples. What another image
            of position g leaves (1 - g) of what the content map would move, by construction: that a head of position
            moves less says nothing of its content map, and in the figure a line shows what is left of the ViT's mean.
 Expected   Heads of position look at their neighbours in every image, heads of content at what is alike; after few
-           epochs the shares are still near 0.73. The accuracy by the recipe of scales.SMALL["cpu"] has not been
-           measured for any seed.
+           epochs the shares are still near 0.73. The accuracy by the recipe of scales.SMALL["cpu"] on the 2,000 images
+           of its test, mean of seeds 0 to 2: 41.7 % ViT, 41.3 % ConViT.
 """
 
 import math

@@ -7,8 +7,8 @@ Claims     D3: the attention of a ViT first becomes local; later its upper layer
 Command    vitprobe run dascoli/locality                     digits, 4 x 4 patches
            vitprobe run dascoli/locality --scale cpu         CIFAR-10, 8 x 8 patches
            vitprobe run dascoli/locality --scale paper --device cuda
-Cost       The trainings are those of dascoli/sample_efficiency with all images: quick 6, cpu 6 (about 6 minutes of one
-           core each, estimated), paper 6. Measuring takes seconds for each snapshot of a small network.
+Cost       The trainings are those of dascoli/sample_efficiency with all images: quick 6, cpu 6, paper 6. Measuring
+           takes seconds for each snapshot of a small network: cpu 37 s on two cores (measured).
 Protocol   Nonlocality is the attention-weighted distance between query and key [patches], the gated map for gated
            layers, each layer on its own input (the published code feeds the patch embedding to all), mean over heads,
            class token left out; on the same 256 test images, spread evenly over them, at every snapshot.
@@ -34,7 +34,7 @@ Rule       Set before anything was measured. Statistics of each seed, from the s
            other; a claim of several parts needs all. A network that did not learn its task (35 % of ten classes) makes
            it inconclusive.
 Expected   D3's fall and D4's escape; in 8 epochs the gates move little. The accuracy by the recipe of
-           scales.SMALL["cpu"] has not been measured for any seed.
+           scales.SMALL["cpu"] on the 2,000 images of its test, mean of seeds 0 to 2: 41.7 % ViT, 41.3 % ConViT.
 """
 
 import math
