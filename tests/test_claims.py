@@ -345,3 +345,17 @@ def test_registry():
     # The counter-evidence quotes the sign tests of the published counts.
     assert claims.sign_test([-1] * 9 + [1] * 3, "below")[1] == pytest.approx(0.07, abs=0.005)
     assert claims.sign_test([1] * 8 + [-1] * 4, "above")[1] == pytest.approx(0.19, abs=0.005)
+
+
+@pytest.mark.parametrize("values", [[1, 2, math.nan], [[1, 2], [math.inf, 3]]])
+def test_a_bootstrap_refuses_what_could_not_be_measured(values):
+    with pytest.raises(ValueError, match="not all finite; leave out"):
+        bootstrap_interval(values, np.mean, seed=0)
+
+
+@pytest.mark.parametrize("confidence", [95, 0, 1])
+def test_a_confidence_is_a_share_also_where_nothing_spreads(confidence):
+    with pytest.raises(ValueError, match=r"95 % is 0\.95"):
+        mean_interval([1, 1, 1], confidence=confidence)
+    with pytest.raises(ValueError, match=r"95 % is 0\.95"):
+        bootstrap_interval([1], np.mean, seed=0, confidence=confidence)

@@ -53,6 +53,7 @@ def with_weights(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: as `unwrap`, and if the model is quantised: packed integers are no parameters.
+        ValueError: if it has no parameters.
     """
     bare = unwrap(model)
     packed = [name for name, module in bare.named_modules() if ".quantized" in type(module).__module__]
@@ -60,6 +61,11 @@ def with_weights(model: nn.Module) -> nn.Module:
         raise TypeError(
             f"a quantised model keeps its weights as packed integers ({packed[0]}, ...), which have no derivative and "
             "no direction to move in: give the model that it was made from."
+        )
+    if next(bare.parameters(), None) is None:
+        raise ValueError(
+            f"{type(bare).__name__} has no parameters, which a loss would be a function of: give a model whose weights "
+            "are registered (nn.Parameter; layers in an nn.ModuleList, not in a list)."
         )
     return bare
 
@@ -91,6 +97,30 @@ def described_batches(batches: Any) -> dict[str, str | int | float]:
     return dict(description) if isinstance(description, Mapping) else {}
 
 
+class Described:
+    """Batches that come in another way than the user's own, and still say what those say of themselves.
+
+    Args:
+        batches: an iterable.
+        like: the user's batches.
+
+    Attributes:
+        description: what `described_batches` finds.
+    """
+
+    def __init__(self, batches: Iterable[Any], like: Any) -> None:
+        self._batches = batches
+        self._like = like
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    @property
+    def description(self) -> dict[str, str | int | float]:
+        """Of the user's batches."""
+        return described_batches(self._like)
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients for the length of a `with`; modes and random state are restored on any exit.
@@ -98,15 +128,23 @@ def untouched(model: nn.Module) -> Iterator[None]:
     Compiled submodules run eagerly inside, because hooks and modes set after compilation are never called
     (pytorch#117758).
     """
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with (
-        torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)),
+        same_random(model),
         eager(),
         torch.no_grad(),
         evaluation_mode(model),
         same_buffers(model),
     ):
         yield
+
+
+def same_random(model: nn.Module) -> AbstractContextManager[None]:
+    """Random numbers that are drawn inside a `with`, here or where the model is, are put back on any exit.
+
+    A loader draws some for each pass over it, also one without shuffling.
+    """
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    return torch.random.fork_rng(devices=sorted(d for d in devices if d is not None))
 
 
 @contextmanager
@@ -266,6 +304,8 @@ def images_of(batch: Any) -> Tensor:
     """
     for tensor in tensors_of(batch):
         if tensor.ndim == 4 and tensor.is_floating_point():
+            if not len(tensor):
+                raise ValueError(f"a batch of 0 images {tuple(tensor.shape)}: leave empty batches out.")
             return tensor
     shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
     raise ValueError(

@@ -17,7 +17,11 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, f
 
     Returns:
         Mean, low and high; one unit has no spread, so its interval is infinite.
+
+    Raises:
+        ValueError: if there are no units, one is not finite, or the confidence is no share.
     """
+    _require_confidence(confidence)
     units = finite_units(values)
     if np.ptp(units) == 0:  # summing equal numbers would round
         half_width = 0.0 if units.size > 1 else math.inf
@@ -48,13 +52,16 @@ def bootstrap_interval(
         Statistic, low and high; one unit has no spread, so its interval is infinite.
 
     Raises:
-        ValueError: if there are no units.
+        ValueError: if there are no units, one is not finite, or the confidence is no share.
     """
     from scipy.stats import bootstrap
 
+    _require_confidence(confidence)
     units = np.asarray(values, dtype=float)
     if units.ndim == 0 or not len(units):
         raise ValueError(f"values of shape {units.shape} hold no units; give them along the first axis")
+    if not np.isfinite(units).all():
+        raise ValueError(f"values {units.tolist()} are not all finite; leave out what could not be measured")
     value = float(statistic(units))
     if len(units) == 1:
         return value, -math.inf, math.inf
@@ -95,6 +102,10 @@ def t_quantile(confidence: float, n: int) -> float:
     """How many standard errors of n units the two-sided interval reaches."""
     from scipy.stats import t
 
+    _require_confidence(confidence)
+    return float(t.ppf((1 + confidence) / 2, n - 1))
+
+
+def _require_confidence(confidence: float) -> None:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence {confidence} is not between 0 and 1; 95 % is 0.95")
-    return float(t.ppf((1 + confidence) / 2, n - 1))

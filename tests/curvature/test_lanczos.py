@@ -116,3 +116,11 @@ def test_the_same_numbers_twice():
     a, _ = matrix(SPECTRA["clustered"])
     first, second = (eigenpairs(lambda v: a @ v, start(60), 4, second_start=True) for _ in range(2))
     np.testing.assert_array_equal(first.values, second.values)
+
+
+@pytest.mark.parametrize("products", [0, 4])
+def test_fewer_products_than_eigenvalues(products):
+    hessian, _ = matrix([5.0, 4.0])
+    with pytest.raises(ValueError, match=f"max_products={products} for 5 eigenvalues"):
+        eigenpairs(lambda v: hessian @ v, start(60), 5, max_products=products)
+    assert len(eigenpairs(lambda v: 2 * v[:3], torch.ones(3, dtype=torch.float64), 5, max_products=3).values) == 3

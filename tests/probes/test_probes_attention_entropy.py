@@ -81,3 +81,10 @@ def test_a_network_with_a_class_token():
 def test_layers_with_fewer_heads_are_padded():
     found = attention_entropy(create_model("alternet_micro", image_size=16, seed=0), torch.randn(2, 3, 16, 16))
     assert found.entropy.isnull().sum("head").values.tolist() == [2, 0]
+
+
+def test_queries_without_attention_to_patches_are_left_out_of_the_mean():
+    maps = torch.full((1, 1, 1, 17, 17), 1 / 17)
+    maps[..., 3, :] = torch.eye(17)[0]
+    found = measured(AttentionEntropy(), maps, (4, 4), prefix=1)
+    np.testing.assert_allclose(found.entropy, math.log(16), rtol=1e-6)

@@ -237,3 +237,19 @@ def test_rows_of_operators():
     assert (found.query_y, found.query_x) == (1, 4) and len(draw(found).axes) == 9 + 1
     with pytest.raises(ValueError, match=r"shape \(9, 24, 24\) on a grid of 4x4.*16 queries"):
         operator_map(operator, (4, 4))
+
+
+class Saying(list):
+    """Batches that say what they are."""
+
+    @property
+    def description(self):
+        return {"split": "test"}
+
+
+def test_maps_of_chosen_images_say_what_they_were_measured_on(tmp_path):
+    model = create_model("vit_nano", image_size=8, seed=0)
+    batches = Saying([torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))])
+    assert attention_maps(model, batches, images=2, progress=False).attrs["split"] == "test"
+    with attention_maps(model, batches, images=2, path=tmp_path / "maps.nc", progress=False) as ds:
+        assert ds.attrs["split"] == "test"

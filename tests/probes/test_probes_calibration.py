@@ -493,3 +493,11 @@ def test_batches_without_targets_or_of_other_classes_are_answered_in_words():
 def test_options_that_are_none(options, words):
     with pytest.raises(ValueError, match=words):
         Calibration(**options)
+
+
+def test_intervals_hold_their_estimate():
+    """Of few images of a calibrated model, more is taken off than the interval is wide."""
+    for seed in range(40):
+        ds = measure(*drawn(50, 5, seed=seed), resamples=60)
+        for name in ("ece", "ecse", "ece_scaled", "ecse_scaled"):
+            assert number(ds, f"{name}_low") <= number(ds, name) <= number(ds, f"{name}_high"), (seed, name)

@@ -584,3 +584,18 @@ def test_blocks_of_measured_and_of_stacked_runs():
 
 def test_too_few_units_have_no_blocks():
     assert "block_structure" not in measure(draw(8, 2, 2, 2), draw(8, 2, 2, 2, seed=1)).attrs
+
+
+class Saying(list):
+    """Batches that say what they are."""
+
+    @property
+    def description(self):
+        return {"split": "test"}
+
+
+def test_a_comparison_says_what_it_was_measured_on():
+    model = create_model("resnet_nano", image_size=8, seed=0)
+    batches = Saying([torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))])
+    for other in (None, create_model("resnet_nano", image_size=8, seed=1)):
+        assert cka(model, batches, other=other, progress=False).attrs["split"] == "test"

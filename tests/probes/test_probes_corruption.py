@@ -169,3 +169,13 @@ def test_a_reference_that_was_measured_on_other_sets(stored):
 def test_labels_of_other_classes(stored):
     with pytest.raises(ValueError, match=r"labels from 0 to 3 for a model of 2 classes"):
         measure(stored[0], nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)))
+
+
+def test_outputs_that_are_no_numbers_are_never_right(stored):
+    class Overflowing(Told):
+        def forward(self, x):
+            return super().forward(x) / (x.mean((1, 2, 3)) != x.mean((1, 2, 3)).max())[:, None]
+
+    ds = measure(stored[0], Overflowing(), types=NAMES[:1], severities=(1,))
+    assert np.isnan(ds.accuracy).all() and np.isnan(ds.nll).all()
+    assert all(np.isnan(ds.attrs[f"mean_accuracy{end}"]) for end in ("", "_se", "_low", "_high"))

@@ -289,3 +289,8 @@ def test_planes_of_several_grids_have_zero_in_common():
     assert (found.relative_log_amplitude.sel(y=0, x=0) == 0).all()
     assert found.relative_log_amplitude.isel(layer=-1).notnull().sum() == 36
     assert found.relative_log_amplitude.isel(layer=-1).sel(y=-3, x=2).notnull()
+
+
+def test_a_batch_without_images():
+    with pytest.raises(ValueError, match=r"a batch of 0 images \(0, 3, 8, 8\)"):
+        fourier(create_model("vit_nano", image_size=8, seed=0), torch.zeros(0, 3, 8, 8), progress=False)

@@ -511,11 +511,12 @@ def test_an_interrupted_landscape_goes_on_and_repeats_nothing(options, at, done,
     cells = uninterrupted.nll.size
     per_cell = whole.calls / -(-9 // 4) if "stack" in options else whole.calls / cells
     left = -(-(cells - done) // options.get("stack", 1)) if "stack" in options else cells - done
-    assert rest.calls == left * per_cell
+    # And one cell that was done, which tells functions of one name apart.
+    assert rest.calls == (left + 1) * per_cell
 
     monkeypatch.setattr(f"{__name__}.COUNTED", none := Counted())
     xr_equal(vp.loss_landscape(model, data(), path=path, **options), uninterrupted)
-    assert none.calls == 0
+    assert none.calls == per_cell
 
 
 def xr_equal(one, other) -> None:
@@ -547,3 +548,46 @@ def test_a_file_of_another_landscape_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match="holds another measurement"):
             vp.loss_landscape(model, batches, points=2, path=path, **options)
+
+
+@pytest.mark.parametrize("directions", ["random", "eigenvectors"])
+@pytest.mark.parametrize("points", [2, 3])
+def test_a_forward_of_the_same_name_is_another_landscape(directions, points, tmp_path):
+    def scaled(by):
+        return lambda model, batch: by * model(batch[0])
+
+    model, path = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), tmp_path / "l.nc"
+    options = {"points": points, "path": path, "directions": directions}
+    first = vp.loss_landscape(model, data(), forward=scaled(1), **options)
+    xr_equal(vp.loss_landscape(model, data(), forward=scaled(1), **options), first)
+    if (directions, points) != ("eigenvectors", 2):  # no cell in the middle: not looked at
+        with pytest.raises(ValueError, match=r"nll at \(.*\) was .* of the same name"):
+            vp.loss_landscape(model, data(), forward=scaled(3), **options)
+    xr_equal(vp.load(path), first)
+
+
+# --- standard errors --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stack", [1, 3])
+@pytest.mark.parametrize("soft", [False, True])
+def test_standard_errors_are_numpys_over_images(stack, soft):
+    batches = [(x, F.one_hot(y, 3).float() * 0.7 + 0.1) for x, y in data()] if soft else data()
+    ds = vp.loss_landscape(net(), batches, points=3, stack=stack).sel(x=0, y=0)
+    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    with torch.no_grad():
+        logits = net().eval()(x).double()
+    each = F.cross_entropy(logits, y.double() if soft else y, reduction="none").numpy()
+    right = (logits.argmax(1) == (y.argmax(1) if soft else y)).numpy()
+    for name, values in (("nll", each), ("accuracy", right)):
+        np.testing.assert_allclose(ds[name], values.mean(), rtol=1e-5)
+        np.testing.assert_allclose(ds[f"{name}_se"], values.std(ddof=1) / 11**0.5, rtol=1e-4)
+
+
+def test_one_image_has_no_standard_error_and_older_files_have_none(tmp_path):
+    x, y = data()[0]
+    path = tmp_path / "l.nc"
+    ds = vp.loss_landscape(net(), (x[:1], y[:1]), points=2, path=path)
+    assert np.isnan(ds.nll_se).all() and np.isnan(ds.accuracy_se).all()
+    vp.save(ds.drop_vars(["nll_se", "accuracy_se"]), path)
+    np.testing.assert_array_equal(vp.loss_landscape(net(), (x[:1], y[:1]), points=2, path=path).nll, ds.nll)

@@ -288,6 +288,37 @@ def test_an_interrupted_lesion_goes_on(after, tmp_path):
     xr.testing.assert_allclose(measure(model, more, path=path), measure(model, more), rtol=1e-12, atol=1e-12)
 
 
+def test_a_forward_of_the_same_name_is_another_lesion(tmp_path):
+    def scaled(by):
+        return lambda model, batch: by * model(batch[0])
+
+    model, path = build("vit", patch_size=4, dim=12, depth=1), tmp_path / "lesion.nc"
+    x, y = labelled(model, 8)
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    first = measure(model, batches, path=path, forward=scaled(1))
+    xr.testing.assert_equal(measure(model, batches, path=path, forward=scaled(1)), first)
+    with pytest.raises(ValueError, match=r"nll of the first batch was .* of the same name"):
+        measure(model, batches, path=path, forward=scaled(3))
+    xr.testing.assert_equal(load(path), first)
+
+
+def test_outputs_that_are_no_numbers_are_never_right():
+    model = build("vit", patch_size=4, dim=12, depth=1)
+    x, y = labelled(model, 8)
+    spoil = torch.zeros(8, 1).index_fill_(0, torch.tensor([3]), torch.nan)
+    ds = measure(model, (x, torch.zeros_like(y)), forward=lambda model, batch: model(batch[0]) + spoil[: len(batch[0])])
+    assert np.isnan(ds.intact_accuracy) and np.isnan(ds.lesioned_accuracy).all() and np.isnan(ds.accuracy_change).all()
+
+
+def test_batches_without_images_and_outputs_of_another_shape():
+    model = build("vit", patch_size=4, dim=12, depth=1)
+    x, y = labelled(model, 8)
+    with pytest.raises(ValueError, match=r"a batch of 0 images \(0, 3, 8, 8\)"):
+        measure(model, (x[:0], y[:0]))
+    with pytest.raises(ValueError, match=r"the model gave \(2, 1, 10\)|the model gave \(8, 1, 10\)"):
+        measure(model, (x, y), forward=lambda model, batch: model(batch[0])[:, None])
+
+
 def test_a_file_of_another_lesion_is_refused(tmp_path):
     model = build()
     x, y = labelled(model, 8)

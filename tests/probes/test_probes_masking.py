@@ -559,3 +559,29 @@ def test_an_interrupted_masking_goes_on_with_the_same_mean(tmp_path):
     xr.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="holds another measurement: mean_of was"):
         measure(model, batches[:2], masks, path=path)
+
+
+class OfAnySize(nn.Module):
+    """Attention between patches, of images of any size."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Conv2d(3, 6, 4, 4), nn.Linear(6, 10)
+
+    def forward(self, x):
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        x = x + (x @ x.transpose(1, 2)).softmax(-1) @ x
+        return self.head(x.mean(1))
+
+
+def test_mean_maps_are_those_of_images_of_one_size():
+    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    y = torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"images of \(3, 16, 16\) after images of \(3, 8, 8\)"):
+        measure(OfAnySize(), [(x[..., :8, :8], y), (x, y)], ["mean"])
+
+
+def test_outputs_that_are_no_numbers_are_never_right():
+    model, (x, y) = build("vit", patch_size=4, dim=12, depth=1), labelled(8, 4)
+    ds = measure(model, (x, y * 0), ["uniform"], forward=lambda model, batch: model(batch[0]) * torch.nan)
+    assert np.isnan(ds.intact_accuracy) and np.isnan(ds.masked_accuracy).all()

@@ -160,3 +160,20 @@ def test_images_of_two_sizes():
     model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 2))
     with pytest.raises(ValueError, match=r"images of \(1, 12, 8\) after images of \(1, 8, 8\)"):
         measure(model, batches, frequencies=[0.5])
+
+
+class Saying(list):
+    """Batches that say what they are."""
+
+    @property
+    def description(self):
+        return {"split": "test"}
+
+
+def test_outputs_that_are_no_numbers_are_never_right_and_batches_say_what_they_are():
+    model = OneWave(waves=8)
+    ds = measure(
+        model, Saying([waves_and_labels(model, 3.0, 4)]), forward=lambda model, batch: model(batch[0]) * torch.nan
+    )
+    assert np.isnan(ds.accuracy).all() and np.isnan(ds.attrs["clean_accuracy"])
+    assert ds.attrs["split"] == "test"

@@ -301,3 +301,20 @@ def test_what_a_sink_takes_is_no_distance(options):
         planned = plan(model, x)
         same = Intervention(model, planned, sites=planned.attentions, edit=lambda site, maps, parts: maps)
         torch.testing.assert_close(same(default_forward, model, x), model(x))
+
+
+def test_queries_without_attention_to_patches_are_left_out_of_the_mean():
+    weights = torch.stack([to_the_right(1, 0.5), to_the_right(2, 0.5)])[None].clone()
+    weights[0, 0, 1] = weights[0, 1, 4] = torch.eye(17)[0]  # first and last of a row of patches: all to the class token
+    found = measure(FixedMap(weights), 16)
+    steps = np.array([1.0, 1, 1, 3] * 4)
+    np.testing.assert_allclose(found.nonlocality[0], [np.delete(steps, 0).mean(), 2], rtol=1e-5)
+    assert np.isfinite(found.layer_nonlocality).all()
+    np.testing.assert_allclose(found.prefix_mass[0], (15 * 0.5 + 1) / 16, rtol=1e-5)
+    weights[0, 0, 1:] = torch.eye(17)[0]
+    assert np.isnan(measure(FixedMap(weights), 16).nonlocality[0]).values.tolist() == [True, False]
+
+
+def test_a_single_probe_cannot_be_skipped():
+    with pytest.raises(ValueError, match=r"the model has no attention.*skip.* leaves nothing"):
+        measure(create_model("resnet_nano", image_size=8, seed=0), 8, missing="skip")

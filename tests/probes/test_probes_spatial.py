@@ -568,3 +568,33 @@ def test_nothing_to_measure():
         filter_statistics(Net(nn.Conv2d(2, 2, 3)), [])
     with pytest.raises(ValueError, match="tolerance=0"):
         filters_of(nn.Conv2d(2, 2, 3), channels=2, grid=(4, 4), tolerance=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_rank_of_matrices_in_any_precision(dtype):
+    assert operator_statistics(torch.eye(196, dtype=dtype), (14, 14)).matrix_rank.item() == 196
+    low = normal(196, 3).double() @ normal(3, 196, seed=1).double()
+    assert operator_statistics(low.to(dtype), (14, 14)).matrix_rank.item() == 3
+
+
+def test_operators_of_integers_are_answered_in_words():
+    with pytest.raises(TypeError, match=r"operator of torch.int64: .* operator.float\(\)"):
+        operator_statistics(torch.eye(4, dtype=torch.long), (2, 2))
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect"])
+def test_borders_that_are_repeated_are_no_part_of_the_grid(mode):
+    options = dict(in_channels=2, out_channels=2, kernel_size=3, padding=1)
+    torch.manual_seed(0)
+    layer = nn.Conv2d(**options, padding_mode=mode)
+    found = filters_of(layer, channels=2, grid=(5, 6))
+    assert (found.grid_h.item(), found.grid_w.item()) == (5, 6)
+    assert (found.outputs_h.item(), found.outputs_w.item()) == (5, 6)
+    # No tap falls on zeros: all count alike.
+    strength = layer.weight.detach().double().square().sum(1).sqrt()
+    middle = strength[:, 1, 1] / strength.sum((1, 2))
+    np.testing.assert_allclose(found.mass[0, :, 0], middle, rtol=1e-6)
+
+
+def test_filters_with_a_forward_of_none():
+    assert filters_of(nn.Conv2d(2, 2, 3), channels=2, grid=(4, 4), forward=None).sizes["layer"] == 1

@@ -205,3 +205,8 @@ def test_what_makes_no_trajectory():
         vp.trajectory(model, path, directions="randon")
     with pytest.raises(ValueError, match="options of directions='random'"):
         vp.trajectory(model, path, pairs=2)
+
+
+def test_a_model_without_parameters():
+    with pytest.raises(ValueError, match="Flatten has no parameters"):
+        vp.trajectory(nn.Flatten(), [nn.Flatten(), nn.Flatten()])

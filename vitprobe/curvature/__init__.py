@@ -24,7 +24,7 @@ from vitprobe.curvature.lanczos import (
     norm,
     order,
 )
-from vitprobe.curvature.loss import BatchNorm, Decay, Loss, LossOperator
+from vitprobe.curvature.loss import BatchNorm, Decay, Loss, LossOperator, matching
 from vitprobe.curvature.stack import LossStack
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "eigenpairs",
     "eigenpairs_together",
     "inner",
+    "matching",
     "movable",
     "noisy_start",
     "norm",

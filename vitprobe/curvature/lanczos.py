@@ -274,6 +274,11 @@ def search(
     """
     size = start.numel()
     k = min(k, size)
+    if max_products < k:
+        raise ValueError(
+            f"max_products={max_products} for {k} eigenvalues, each of which takes a product at least: give {k} or "
+            "more (200 is usual)."
+        )
     # A second search stays away from what the first found: what is left of errors there, it can never mend.
     stop = 1e-3 * tol if second_start else tol
     found = yield from _iterate(Lanczos(start, seed=seed), k, which, tol, stop, max_products)
@@ -322,6 +327,9 @@ def eigenpairs(
 
     Returns:
         The pairs, most wanted first.
+
+    Raises:
+        ValueError: if `max_products` are fewer than the eigenvalues that are wanted, or a product is not finite.
     """
     return eigenpairs_together(lambda vectors: product(vectors[0])[None], [start], k, seeds=[seed], **options)[0]
 

@@ -84,10 +84,10 @@ class LossOperator:
         self.loss = loss
         self.weight_decay = weight_decay
         self.decay = decay
-        patterns = [parameters] if isinstance(parameters, str) else list(parameters)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        chosen = {name: p for name, p in named.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
+        chosen = {name: p for name, p in matching(self.model, parameters).items() if p.requires_grad}
         if not chosen:
+            named = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            patterns = [parameters] if isinstance(parameters, str) else list(parameters)
             raise ValueError(f"no trainable parameter matches {patterns}; the model has {', '.join(named) or 'none'}.")
         self.names = list(chosen)
         self.parameters = list(chosen.values())
@@ -336,6 +336,13 @@ class LossOperator:
         finally:
             for p, flag in flags.items():
                 p.requires_grad_(flag)
+
+
+def matching(model: nn.Module, parameters: str | Sequence[str]) -> dict[str, nn.Parameter]:
+    """The parameters, trainable or frozen, whose names match one of some glob patterns."""
+    patterns = [parameters] if isinstance(parameters, str) else list(parameters)
+    named = model.named_parameters()
+    return {name: p for name, p in named if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
 
 
 def require_finite(b: int, loss: float) -> None:

@@ -18,17 +18,24 @@ def answers(model: nn.Module, batch: Any, forward: Forward) -> tuple[Tensor, Ten
         forward: `forward(model, batch)`.
 
     Returns:
-        correct: 1 where the largest output is the label's, else 0 `(image,)`, in double precision.
+        correct: 1 where the largest output is the label's, else 0 `(image,)`, in double precision. Where the outputs
+            are not numbers, neither is this: NaN is no largest output, though `argmax` takes it for one.
         nll: negative log-likelihood of the label [nats] `(image,)`, in double precision.
 
     Raises:
-        ValueError: if there are no targets, or they are not class numbers that the model has.
+        ValueError: if there are no targets, they are not class numbers that the model has, or the outputs are not
+            `(image, class)`.
     """
     labels = targets_of(batch)
     if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.is_floating_point():
         what = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(f"accuracy needs class numbers of shape (batch,), not {what}: give integers, without mixup.")
     logits = logits_of(forward(model, batch)).double()
+    if logits.ndim != 2 or len(logits) != len(labels):
+        raise ValueError(
+            f"the model gave {tuple(logits.shape)} for {len(labels)} images, not (batch, class): give "
+            "forward=lambda model, batch: ... that returns such logits."
+        )
     labels = labels.to(logits.device).long()
     if int(labels.min()) < 0 or int(labels.max()) >= logits.shape[1]:
         raise ValueError(
@@ -36,4 +43,5 @@ def answers(model: nn.Module, batch: Any, forward: Forward) -> tuple[Tensor, Ten
             "it the data set that it was made for."
         )
     nll = F.cross_entropy(logits, labels, reduction="none")
-    return (logits.argmax(1) == labels).to(torch.float64), nll
+    correct = (logits.argmax(1) == labels).to(torch.float64)
+    return correct.masked_fill(nll.isnan(), torch.nan), nll

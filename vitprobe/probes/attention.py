@@ -59,6 +59,19 @@ class Rows:
         asking = self.asking[:, None]
         return torch.where(asking, values, 0).sum((1, 3)) / asking.sum()
 
+    def mean_looking(self, values: Tensor) -> Tensor:
+        """The same over those of them that look at patches at all: other rows cannot be normalised anew.
+
+        Where all attention goes to a class token or a sink, a query has no distance and no entropy; NaN for a head
+        without any other.
+        """
+        looking = self.on_patches > 0
+        if self.asking is None and looking.all():
+            return values.mean((1, 3))
+        if self.asking is not None:
+            looking = looking & self.asking[:, None]
+        return torch.where(looking, values, 0).sum((1, 3)) / looking.sum((1, 3))
+
 
 def patch_rows(site: AttentionSite, maps: Tensor) -> Rows:
     """What the patches of a site look at.

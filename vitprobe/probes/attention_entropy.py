@@ -23,9 +23,10 @@ class AttentionEntropy(FeatureProbe):
     """Shannon entropy of attention over patches, by layer and head [nats].
 
     The mean over query patches of `-sum_k A[q, k] log A[q, k]`, then over images. Prefix tokens, padding and sinks are
-    left out as queries and as keys, and rows are normalised anew; windowed attention is measured inside its windows. 0
-    is attention to a single patch; `uniform_entropy`, the logarithm of the number of patches, is attention to all
-    alike, and `entropy_ratio` is over it, so that grids can be compared. Standard errors are over images.
+    left out as queries and as keys, and rows are normalised anew (a query without any attention to patches is left out
+    of the mean); windowed attention is measured inside its windows. 0 is attention to a single patch;
+    `uniform_entropy`, the logarithm of the number of patches, is attention to all alike, and `entropy_ratio` is over
+    it, so that grids can be compared. Standard errors are over images.
     """
 
     name = "attention_entropy"
@@ -45,7 +46,7 @@ class AttentionEntropy(FeatureProbe):
 
         def measure(maps: Tensor) -> Tensor:
             rows = patch_rows(where, maps)
-            return rows.mean(row_entropy(rows))
+            return rows.mean_looking(row_entropy(rows))
 
         self._entropy.add(where, in_pieces(measure, what))
 

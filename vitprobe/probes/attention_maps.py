@@ -13,7 +13,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 from vitprobe.attach import AttentionSite
-from vitprobe.calling import as_batches, images_of
+from vitprobe.calling import Described, as_batches, images_of
 from vitprobe.names import unknown
 from vitprobe.probes.attention import Rows, SiteMean, select_keys, site_positions
 from vitprobe.probes.base import FeatureProbe, along_layer
@@ -265,7 +265,8 @@ def attention_maps(
     """
     if path is None:
         probe = AttentionMaps(queries, images)
-        return probe.run(model, batches if probe.chosen is None else _until(batches, probe.chosen[-1]), **options)
+        some = batches if probe.chosen is None else Described(_until(batches, probe.chosen[-1]), batches)
+        return probe.run(model, some, **options)
     path = Path(path)
     if path.suffix != ".nc" or (chosen := _chosen(images)) is None:
         raise ValueError(
@@ -275,7 +276,7 @@ def attention_maps(
     with replacing(path) as unfinished:
         with netCDF4.Dataset(unfinished, "w", format="NETCDF4") as file:
             probe = _Streamed(queries, images, file)
-            ds = probe.run(model, _until(batches, chosen[-1]), **options)
+            ds = probe.run(model, Described(_until(batches, chosen[-1]), batches), **options)
         encoding = {
             name: {"_FillValue": None} for name, variable in ds.variables.items() if variable.dtype.kind in "if"
         }

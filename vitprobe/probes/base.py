@@ -223,8 +223,11 @@ class FeatureProbe(ABC):
             setattr(self, name, merged(getattr(self, name), theirs))
 
     def run(self, model: nn.Module, batches: Iterable[Any], **options: Any) -> xr.Dataset:
-        """This probe alone: `probe(model, batches, [self])` as one flat dataset."""
-        return _run(model, batches, [self], **options)[0][self.name]
+        """This probe alone: `probe(model, batches, [self])` as one flat dataset; an error if there is none."""
+        found, left_out = _run(model, batches, [self], **options)
+        if self.name not in found:
+            raise ValueError(f"{left_out[self.name]} missing='skip' is for several probes: of one it leaves nothing.")
+        return found[self.name]
 
 
 def probe(

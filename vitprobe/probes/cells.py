@@ -13,13 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitprobe.calling import Forward, lent, logits_of, targets_of
 from vitprobe.curvature import BatchNorm, Directions, movable
+from vitprobe.probes.targets import classes_needed, fitting
 
 Means = Callable[[np.ndarray], np.ndarray]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Cells:
-    """Mean loss and accuracy of a model over kept batches, at weights moved along directions.
+    """Mean loss and accuracy of a model over kept batches with standard errors, at weights moved along directions.
 
     Args:
         model: the module, unwrapped.
@@ -30,7 +31,7 @@ class Cells:
         stack: points that are computed at once by `vmap`.
 
     Raises:
-        ValueError: if there are no targets, or no running statistics to compute anew.
+        ValueError: if there are no targets that a cross-entropy takes, or no running statistics to compute anew.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Cells:
     ) -> None:
         self.model, self.forward, self.stack = model, forward, stack
         self.batches = []
+        self.classes = max(map(classes_needed, batches))
         for batch in batches:
             targets = targets_of(batch)
             labels = targets if targets.ndim == 1 else targets.argmax(1)
@@ -67,7 +69,8 @@ class Cells:
             directions: from `as_directions` or the like: every axis names the same tensors.
 
         Yields:
-            A function of steps `(cell, axis)` that gives mean loss [nats] and accuracy `(cell, 2)`.
+            A function of steps `(cell, axis)` that gives mean loss [nats], accuracy, and the standard errors of both
+            over images `(cell, 4)`.
         """
         momenta = {module: module.momentum for module in self.norms.values()}
         # Statistics that are computed anew need not move.
@@ -141,14 +144,19 @@ class Cells:
             ) from error
 
     def _means(self, call: Callable[[Any], Tensor]) -> Tensor:
-        """Mean loss and accuracy `(2,)`, still on the device."""
+        """Mean loss, accuracy, and the standard errors of both `(4,)`, still on the device."""
         self._reestimate(call)
         sums = torch.zeros(2, dtype=torch.float64, device=self.batches[0][2].device)
+        each = []
         for batch, targets, labels in self.batches:
-            logits = call(batch).double()
+            logits, targets = fitting(call(batch).double(), targets, self.classes)
             nll = F.cross_entropy(logits, targets, reduction="sum")
+            each.append(F.cross_entropy(logits, targets, reduction="none"))
             sums = sums + torch.stack([nll, (logits.argmax(1) == labels).sum().double()])
-        return sums / self.count
+        means = sums / self.count
+        # Of one image there is no standard error: 0 / 0. That of answers which are right or wrong is a binomial one.
+        variance = torch.stack([(torch.cat(each) - means[0]).square().mean(), means[1] * (1 - means[1])])
+        return torch.cat([means, (variance / (self.count - 1)).sqrt()])
 
     def _reestimate(self, call: Callable[[Any], Tensor]) -> None:
         if not self.norms:

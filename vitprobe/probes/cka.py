@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitprobe.attach import Activation, Plan, Unit, Watch, plan
 from vitprobe.attach.watch import chunk_size
-from vitprobe.calling import as_batches, default_forward, described, to_model, untouched, unwrap
+from vitprobe.calling import Described, as_batches, default_forward, described, to_model, untouched, unwrap
 from vitprobe.intervals import t_quantile
 from vitprobe.names import unknown
 from vitprobe.probes.base import FeatureProbe, coordinates
@@ -397,7 +397,7 @@ def cka(
         Ranks(group, next((p.device for p in bare.parameters()), "cpu")).require_same(bare)
     one = _Between(bare, estimator, tokens, **chosen)
     with untouched(bare):
-        return one.run(model, one.shown(as_batches(batches)), **options)
+        return one.run(model, Described(one.shown(as_batches(batches)), batches), **options)
 
 
 def jackknife_error(value: np.ndarray, without: np.ndarray, images: np.ndarray) -> np.ndarray:

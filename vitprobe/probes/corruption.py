@@ -59,7 +59,8 @@ def corruption_robustness(
     Returns:
         `accuracy` and `nll` (corruption, severity), each with its standard error over images; with a reference
         `relative_error` (corruption). The attributes hold `mean_accuracy` and, with a reference, `mce`, where 1 is the
-        reference, each with its standard error and 95 % interval, `mean_accuracy_se` to `mce_high`.
+        reference, each with its standard error and 95 % interval, `mean_accuracy_se` to `mce_high`. Where outputs are
+        not numbers, neither is the accuracy of that set, nor a mean over it.
 
     Raises:
         TypeError: if the source is none.
@@ -86,7 +87,7 @@ def corruption_robustness(
     reference = None if reference_error is None else _reference(reference_error, chosen, severities)
     bare, call = unwrap(model), forward or default_forward
     sets = [(name, severity) for name in chosen for severity in severities]
-    correct = np.zeros((len(sets), source.images), np.uint8)
+    correct = np.zeros((len(sets), source.images))
     lost = [RunningMean() for _ in sets]
     with untouched(bare):
         progress_bar = tqdm(sets, desc="corruption", unit="set", disable=None if progress else True)
@@ -180,7 +181,9 @@ def _dataset(
 
 
 def _mean(name: str, by_image: np.ndarray) -> dict[str, float]:
-    """The mean over images, with its standard error and interval."""
+    """The mean over images, with its standard error and interval; NaN where an answer is."""
+    if np.isnan(by_image).any():
+        return dict.fromkeys((name, f"{name}_se", f"{name}_low", f"{name}_high"), math.nan)
     mean, low, high = mean_interval(by_image)
     se = float(by_image.std(ddof=1)) / math.sqrt(len(by_image)) if len(by_image) > 1 else math.nan
     return {name: mean, f"{name}_se": se, f"{name}_low": low, f"{name}_high": high}

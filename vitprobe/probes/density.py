@@ -14,6 +14,7 @@ from tqdm import tqdm
 from vitprobe.calling import described, described_batches, with_weights
 from vitprobe.curvature import Lanczos, Loss
 from vitprobe.probes.objective import keep, objective
+from vitprobe.probes.targets import settings_of
 from vitprobe.ranks import Group, Ranks, agreed
 from vitprobe.results import name_of, provenance
 from vitprobe.seeds import derive_seed
@@ -58,11 +59,11 @@ def hessian_density(
 
     Returns:
         `node` and `weight` (sample, rank), and `trace` (sample); the attributes `trace_mean` and `trace_se` are its
-        mean and standard error over samples.
+        mean and standard error over samples. The attribute `parameters` is the number of variables.
 
     Raises:
-        ValueError: if there are no batches or no labels, a number is not positive, or the loss is not finite; if the
-            ranks of a group have other models, or one of them fails.
+        ValueError: if there are no batches, no labels or negative ones, the model has no parameters, a number is not
+            positive, or the loss is not finite; if the ranks of a group have other models, or one of them fails.
     """
     if samples < 1 or steps < 1:
         raise ValueError(f"samples={samples} and steps={steps}: both have to be at least 1.")
@@ -117,7 +118,7 @@ def hessian_density(
                     "probe": "hessian_density",
                     "samples": samples,
                     "steps": steps,
-                    "loss": loss,
+                    "loss": settings_of(loss),
                     "weight_decay": weight_decay,
                     "parameters": parameters,
                     "dtype": str(operator.dtype),

@@ -41,7 +41,7 @@ def filter_statistics(
     batches: Iterable[Any],
     *,
     tolerance: float = TOLERANCE,
-    forward: Callable[[nn.Module, Any], Any] = default_forward,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> xr.Dataset:
     """Rank and reach of every convolution with a spatial kernel, depthwise, grouped or dense, by its taps.
 
@@ -74,15 +74,15 @@ def filter_statistics(
         ValueError: if there are no batches, or no such convolutions.
     """
     check_tolerance(tolerance)
-    bare = unwrap(model)
+    bare, call = unwrap(model), forward or default_forward
     batch = next(iter(as_batches(batches)), None)
     if batch is None:
         raise ValueError("the batches were empty: an iterator that was used up, or a loader without images?")
     batch = first_images(to_model(batch, bare), 2)
     with untouched(bare):
-        convolutions = _Convolutions(bare, plan(bare, batch, forward=forward).units)
+        convolutions = _Convolutions(bare, plan(bare, batch, forward=call).units)
         with convolutions.running():
-            forward(bare, batch)
+            call(bare, batch)
         found = convolutions.found
         if not found:
             raise ValueError(
@@ -120,6 +120,7 @@ class _Convolution:
         before: zeros that it puts before the first row and column.
         dilation: of the convolution.
         grid: that it reads.
+        repeated: rows and columns around it that repeat or mirror its own, instead of zeros.
         outputs: grid that it makes.
     """
 
@@ -131,6 +132,7 @@ class _Convolution:
     before: tuple[int, int]
     dilation: tuple[int, int]
     grid: tuple[int, int]
+    repeated: tuple[int, int]
     outputs: tuple[int, int]
 
     @property
@@ -147,6 +149,7 @@ class _Convolutions(Clock):
         super().__init__(model)
         self.found: list[_Convolution] = []
         self._units = {unit.event: unit for unit in units}
+        self._modules = dict(model.named_modules())
         self._assigned = 0
         self._uses: dict[str, int] = {}
 
@@ -172,6 +175,8 @@ class _Convolutions(Clock):
             before = tuple(d * (side - 1) // 2 for d, side in zip(dilation, weight.shape[2:], strict=True))
         else:
             before = (0, 0) if padding == "valid" else _pair(padding)
+        rows, columns = _repeated(self._modules.get(name))
+        height, width = _pair(given["input"].shape[-2:])
         self.found.append(
             _Convolution(
                 name=name if self._uses[name] == 1 else f"{name}#{self._uses[name]}",
@@ -181,7 +186,8 @@ class _Convolutions(Clock):
                 stride=_pair(given.get("stride", 1)),
                 before=_pair(before),
                 dilation=dilation,
-                grid=_pair(given["input"].shape[-2:]),
+                grid=(height - rows, width - columns),
+                repeated=(rows, columns),
                 outputs=_pair(output.shape[-2:]),
             )
         )
@@ -191,6 +197,14 @@ class _Convolutions(Clock):
             waiting = self.found[self._assigned :]
             self.found[self._assigned :] = [replace(one, kind=unit.kind, depth=unit.depth) for one in waiting]
             self._assigned = len(self.found)
+
+
+def _repeated(module: nn.Module | None) -> tuple[int, int]:
+    """Rows and columns that a module adds to its input by itself before it convolves: all but zeros are added so."""
+    if not isinstance(module, nn.Conv2d) or module.padding_mode == "zeros":
+        return 0, 0
+    left, right, above, below = module._reversed_padding_repeated_twice
+    return above + below, left + right
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -272,7 +286,7 @@ def _kernel_reach(one: _Convolution, strength: Tensor) -> dict[str, Tensor]:
         tap = torch.arange(one.kernel[axis], device=strength.device) * one.dilation[axis]
         output = torch.arange(one.outputs[axis], device=strength.device) * one.stride[axis]
         place = output[:, None] + tap - one.before[axis]
-        uses.append(((place >= 0) & (place < one.grid[axis])).sum(0))
+        uses.append(((place >= 0) & (place < one.grid[axis] + one.repeated[axis])).sum(0))
         offset.append((tap - tap[-1] / 2).double())
     counted = strength * uses[0][:, None] * uses[1]
     return mass_by_distance(counted.flatten(1), torch.hypot(offset[0][:, None], offset[1]).flatten())

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 import xarray as xr
 from torch import nn
@@ -35,6 +36,29 @@ def fingerprint(value: Any) -> str:
         # As bytes: not every type of torch is one of numpy.
         sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()[:16]
+
+
+def require_same_value(path: str | os.PathLike[str] | None, what: str, saved: float, found: float) -> None:
+    """Refuse to go on with a file whose numbers come from another function of the same name.
+
+    Configurations know functions by name alone, and two lambdas have one. A value that is cheap to compute again tells
+    most of them apart.
+
+    Args:
+        path: of the file.
+        what: the value in words.
+        saved: as the file has it.
+        found: as it is now.
+
+    Raises:
+        ValueError: if they differ by more than devices and versions do.
+    """
+    if not np.isclose(found, saved, rtol=1e-3, atol=1e-4, equal_nan=True):
+        raise ValueError(
+            f"{path} holds another measurement: {what} was {saved:.6g} and is now {found:.6g}. A function (forward=, "
+            "loss=) is another one of the same name, or other parameters are frozen: give those of the file to go on "
+            "with it, another path=, or delete the file to measure anew."
+        )
 
 
 class Growing:

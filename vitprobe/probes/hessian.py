@@ -6,7 +6,8 @@ import importlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
 from typing import Any, Literal
 from unittest import mock
 
@@ -23,6 +24,7 @@ from vitprobe.calling import (
     described,
     described_batches,
     images_of,
+    same_random,
     targets_of,
     to_model,
     with_weights,
@@ -36,16 +38,18 @@ from vitprobe.curvature import (
     Which,
     eigenpairs,
     eigenpairs_together,
+    matching,
     noisy_start,
     norm,
     order,
 )
 from vitprobe.intervals import bootstrap_interval
 from vitprobe.names import unknown
-from vitprobe.probes.growing import Growing, fingerprint
+from vitprobe.probes.growing import Growing, fingerprint, require_same_value
 from vitprobe.probes.objective import NO_BATCHES, keep, objective
+from vitprobe.probes.targets import settings_of
 from vitprobe.ranks import Group, Ranks, agreed
-from vitprobe.results import name_of, provenance
+from vitprobe.results import config_hash, name_of, provenance
 from vitprobe.seeds import derive_seed
 
 Method = Literal["lanczos", "power"]
@@ -121,7 +125,8 @@ def hessian_eigenvalues(
         dtype: `torch.float64` computes on a copy in double precision.
         forward: `forward(model, batch)` that returns the logits, for models that are called in another way.
         path: a netCDF file that grows with every batch. The same call goes on where an interrupted one stopped; the
-            batches have to be the same again, which is checked.
+            batches have to be the same again, which is checked, and so is the loss of the first and its gradient,
+            since the file knows functions by their names alone.
         group: a group of `torch.distributed` whose processes call this together, each with batches of its own or
             none, and without a `path`. With `per="dataset"` the Hessian is that over the batches of all. With
             `per="batch"` each solves its own, from starts that it numbers by itself, and all get the results of rank
@@ -133,12 +138,13 @@ def hessian_eigenvalues(
         `eigenvalue`, `residual` and `converged` (batch, rank); `products`, `loss`, `gradient_norm` and `images`
         (batch). For spectra of batches (`which="LM"`) the attributes hold the paper's negative eigenvalue proportion
         and average positive eigenvalue, `nep` and `ape`, with 95 % intervals by bootstrap over batches, `nep_low` to
-        `ape_high`.
+        `ape_high`. The attribute `parameters` is the number of variables.
 
     Raises:
-        ValueError: if there are no batches or no labels, an option is unknown, the loss is not finite or not the same
-            twice, batch norm would use the batch's statistics, or the file holds another measurement; if the ranks of a
-            group have other models, or one of them fails.
+        ValueError: if there are no batches, no labels or negative ones, an option is unknown, the model has no
+            parameters, there are fewer `max_products` than eigenvalues, the loss is not finite or not the same twice,
+            batch norm would use the batch's statistics, or the file holds another measurement or results of more
+            batches; if the ranks of a group have other models, or one of them fails.
     """
     for name, given in {"which": which, "per": per, "method": method}.items():
         if given not in _CHOICES[name]:
@@ -169,7 +175,7 @@ def hessian_eigenvalues(
         "tol": tol,
         "max_products": max_products,
         "second_start": second_start,
-        "loss": loss,
+        "loss": settings_of(loss),
         "weight_decay": weight_decay,
         "decay": decay,
         "parameters": parameters,
@@ -177,6 +183,10 @@ def hessian_eigenvalues(
         "stack": stack,
         "seed": seed,
     }
+    if forward is not None:
+        config["forward"] = forward
+    if frozen := [name for name, p in matching(bare, parameters).items() if not p.requires_grad]:
+        config["frozen"] = f"{len(frozen)} parameters, {config_hash(frozen)}"
     options = {"which": which, "tol": tol, "max_products": max_products, "second_start": second_start}
 
     def build(some: Sequence[Any]) -> LossOperator:
@@ -194,19 +204,36 @@ def hessian_eigenvalues(
     said = agreed(ranks.gathered(described_batches(batches)))
     identity = {} if path is None else {"config": config, "model": fingerprint(bare)}
     rows: list[Row] = []
-    total = len(batches) if isinstance(batches, Sized) and per == "batch" and not isinstance(batches, tuple) else None
+    known: list[Row] = []
+
+    def new() -> xr.Dataset | None:
+        # Until there is more than an earlier call left, its file stays as it is.
+        return _dataset(rows, bare, config, said) if len(rows) > len(known) else None
+
+    def require_same(some: Sequence[Any], row: Row) -> None:
+        again = build(some)
+        require_same_value(path, "the length of the first gradient", row["gradient_norm"], norm(again.gradient()))
+        require_same_value(path, "the first loss", row["loss"], again.value())
+
+    total = length_hint(as_batches(batches), 0) or None if per == "batch" else None
     with (
+        same_random(bare),
         Ranks(group if per == "batch" else None, ranks.device).together(),
-        Growing(path, identity, lambda: _dataset(rows, bare, config, said)) as file,
+        Growing(path, identity, new) as file,
         tqdm(total=total, desc="hessian", unit=per, disable=None if progress and ranks.first else True) as bar,
     ):
-        known = [] if file.found is None else _rows(file.found)
+        known += [] if file.found is None else _rows(file.found)
         for some in _groups(batches, bare, stack, per, ranks):
-            rest = _not_known(some, known, rows, bar)
+            rest = _not_known(some, known, rows, bar, require_same)
             if rest or not known:  # also a rank without batches takes part in the products of all
                 rows += _solve(build(rest), k, per, method, options, seed, len(rows))
                 bar.update(len(rows) - bar.n)
                 file.tick()
+        if len(rows) < len(known):
+            raise ValueError(
+                f"{file.path} has results of {len(known)} batches, and {len(rows)} were given: to go on, give the same "
+                "batches from the first on, or another path=."
+            )
     if per == "batch":
         rows = [row for own in ranks.gathered(rows) for row in own]
     if not rows:
@@ -236,7 +263,13 @@ def _groups(batches: Iterable[Any], model: nn.Module, stack: int, per: str, rank
             yield group
 
 
-def _not_known(group: list[Any], known: list[Row], rows: list[Row], bar: "tqdm[Any]") -> list[Any]:
+def _not_known(
+    group: list[Any],
+    known: list[Row],
+    rows: list[Row],
+    bar: "tqdm[Any]",
+    require_same: Callable[[Sequence[Any], Row], None],
+) -> list[Any]:
     """The batches of a group that no earlier call has solved; the rows of the others are taken over."""
     rest = list(group)
     while rest and len(rows) < len(known):
@@ -247,6 +280,8 @@ def _not_known(group: list[Any], known: list[Row], rows: list[Row], bar: "tqdm[A
                 f"batch {len(rows)} is not the one that the file has results of: to go on, give the same batches in "
                 "the same order (no shuffling without a fixed seed), or another path=."
             )
+        if not rows:
+            require_same(part, row)
         rows.append(row)
         bar.update()
         rest = rest[len(part) :]
@@ -304,11 +339,14 @@ def _power(operator: LossOperator, k: int, tol: float, seed: int) -> Eigenpairs:
     caller = _OneBatch(copy.deepcopy(operator.model), operator.forward, batch)
     with (
         torch.random.fork_rng(),
+        torch.enable_grad(),
         sdpa_kernel(SDPBackend.MATH),
         mock.patch.object(pyhessian, "hessian_vector_product", wraps=pyhessian.hessian_vector_product) as counted,
     ):
         torch.manual_seed(seed)
-        data = (images_of(batch), targets_of(batch))
+        targets = targets_of(batch)
+        whole = operator.loss is F.cross_entropy and not targets.is_floating_point()
+        data = (images_of(batch), targets.long() if whole else targets)
         computer = pyhessian.hessian(caller, operator.loss, data=data, cuda=operator.device.type == "cuda")
         estimates, parts = computer.eigenvalues(top_n=k)
         caller.zero_grad()  # its gradients hold their own graph, in a circle
@@ -346,6 +384,7 @@ def _dataset(
     if not rows:
         return None
     ranks = len(rows[0]["eigenvalue"])
+    loss, variables = config["loss"], matching(model, config["parameters"]).values()
     ds = xr.Dataset(
         {
             name: (dims, np.asarray([row[name] for row in rows]), {"long_name": long_name, "units": units})
@@ -366,9 +405,9 @@ def _dataset(
             method=config["method"],
             which=config["which"],
             per=config["per"],
-            loss=name_of(config["loss"]),
+            loss=name_of(loss["module"] if isinstance(loss, Mapping) else loss),
             weight_decay=config["weight_decay"],
-            **described(model),
+            **described(model) | {"parameters": sum(p.numel() for p in variables if p.requires_grad)},
             **said,
         ),
     )

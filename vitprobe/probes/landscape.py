@@ -24,7 +24,7 @@ from vitprobe.curvature import (
 )
 from vitprobe.names import unknown
 from vitprobe.probes.cells import Cells
-from vitprobe.probes.growing import Growing, fingerprint
+from vitprobe.probes.growing import Growing, fingerprint, require_same_value
 from vitprobe.probes.objective import keep, objective
 from vitprobe.results import provenance
 from vitprobe.seeds import derive_seed
@@ -34,6 +34,8 @@ Span = float | tuple[float, float] | tuple[tuple[float, float], tuple[float, flo
 VARIABLES = {
     "nll": ("mean negative log-likelihood", "nats"),
     "accuracy": ("share of images whose largest output is the label's", "1"),
+    "nll_se": ("standard error over images of nll", "nats"),
+    "accuracy_se": ("standard error over images of accuracy", "1"),
     "l2_half_square": ("half the squared length of the weights", "1"),
     "l2_sum_of_norms": ("sum over weight tensors of their lengths", "1"),
 }
@@ -94,19 +96,22 @@ def loss_landscape(
             costs as much as computing, but 1.65 of it for ConvMixer; in batches of 96 or at 32x32, 1.1 to 1.5.
         path: netCDF file that grows while the cells are computed. The same call goes on where an interrupted one
             stopped (eigenvectors are found anew); cells that are not done are not numbers, and the attribute
-            `complete` is 0.
+            `complete` is 0. With a `forward`, which the file knows by its name alone, a cell is computed again and
+            compared.
         forward: `forward(model, batch)` that returns the logits, for models that are called in another way.
         seed: of the directions.
         progress: whether a terminal shows a progress bar.
 
     Returns:
-        `nll`, `accuracy`, `l2_half_square` (`|w|^2 / 2`) and `l2_sum_of_norms` (sum over tensors of their lengths)
-        along `(direction_pair, y, x)`, or `(direction_pair, x)` on a line.
+        `nll` and `accuracy`, each with its standard error over images, `l2_half_square` (`|w|^2 / 2`) and
+        `l2_sum_of_norms` (sum over tensors of their lengths) along `(direction_pair, y, x)`, or `(direction_pair, x)`
+        on a line. All cells see the same images, so that their errors are not independent: they say how far the whole
+        picture would move with other images.
 
     Raises:
-        ValueError: if there are no batches or no labels, a number makes no grid, names or shapes of checkpoints
-            differ from the model's, an option has no meaning here, the cells cannot be stacked, or the file holds
-            another landscape.
+        ValueError: if there are no batches, no labels or negative ones, a number makes no grid, names or shapes of
+            checkpoints differ from the model's, an option has no meaning here, the cells cannot be stacked, or the
+            file holds another landscape.
     """
     bare = with_weights(model)
     given = None if isinstance(directions, str) else as_directions(bare, directions)
@@ -153,9 +158,27 @@ def loss_landscape(
         "batch_size": max(sizes),
     }
     landscape = _Landscape(steps, pairs, config, attributes)
+
+    def plane_of(pair: int) -> Directions:
+        if given is not None:
+            return given
+        if kind == "eigenvectors":
+            return eigenvector_directions(bare, kept, dimensions=dimensions, forward=forward, seed=seed)
+        return random_directions(bare, normalisation=normalisation, seed=seed, pair=pair, dimensions=dimensions)
+
     file = Growing(path, identity, landscape.unfinished)
     if file.found is not None:
         landscape.go_on(file.found)
+        if forward is not None and landscape.done.any():
+            known = landscape.known()
+            cell = [axis[place] for axis, place in zip(steps, known[:0:-1], strict=False)]
+            if kind != "eigenvectors" or not any(cell):  # eigenvectors are dear to find again
+                # In the middle all planes meet.
+                plane = plane_of(known[0]) if any(cell) else random_directions(bare, dimensions=dimensions)
+                with untouched(bare), cells.along(plane) as means:
+                    again = float(means(np.array([cell]))[0, 0])
+                place = ", ".join(f"{step:g}" for step in cell)
+                require_same_value(path, f"nll at ({place})", float(landscape.values[0][known]), again)
         if landscape.done.all():
             return file.found
     with (
@@ -172,14 +195,7 @@ def loss_landscape(
             todo = np.argwhere(~landscape.done[pair])
             if not len(todo):
                 continue
-            if given is not None:
-                plane = given
-            elif kind == "eigenvectors":
-                plane = eigenvector_directions(bare, kept, dimensions=dimensions, forward=forward, seed=seed)
-            else:
-                plane = random_directions(
-                    bare, normalisation=normalisation, seed=seed, pair=pair, dimensions=dimensions
-                )
+            plane = plane_of(pair)
             landscape.start(pair, plane, bare)
             with untouched(bare), cells.along(plane) as means:
                 for chunk in np.split(todo, range(stack, len(todo), stack)):
@@ -247,7 +263,7 @@ def plane_name(model: nn.Module, directions: Directions) -> str:
     """Digits that tell planes and lines apart: their centre and their directions.
 
     Args:
-        model: whose weights are the centre, with_weightsped.
+        model: whose weights are the centre, unwrapped.
         directions: the axes.
 
     Returns:
@@ -291,9 +307,17 @@ class _Landscape:
         """Which cells are done `(pair, y, x)`: the loss may be not a number for other reasons, the weights not."""
         return ~np.isnan(self.values[-1])
 
+    def known(self) -> tuple[int, int, int]:
+        """Pair, row and column of the done cell that is nearest to the middle."""
+        rows = np.abs(self.steps[1]) if len(self.steps) == 2 else np.zeros(1)
+        away = np.where(self.done, np.abs(self.steps[0]) + rows[:, None], np.inf)
+        pair, row, column = map(int, np.unravel_index(away.argmin(), away.shape))
+        return pair, row, column
+
     def go_on(self, found: xr.Dataset) -> None:
         for values, name in zip(self.values, VARIABLES, strict=True):
-            values[:] = found[name].values.reshape(values.shape)
+            if name in found:  # older files have no standard errors
+                values[:] = found[name].values.reshape(values.shape)
         self.planes = [str(plane) for plane in found["plane"].values]
 
     def start(self, pair: int, directions: Directions, model: nn.Module) -> None:
@@ -305,8 +329,8 @@ class _Landscape:
     def fill(self, pair: int, cells: np.ndarray, means: np.ndarray) -> None:
         rows, columns = cells.T
         means = np.where(np.isnan(means[:, :1]), np.nan, means)
-        self.values[:2, pair, rows, columns] = means.T
-        self.values[2:, pair, rows, columns] = self.weight_terms[:, rows, columns]
+        self.values[:4, pair, rows, columns] = means.T
+        self.values[4:, pair, rows, columns] = self.weight_terms[:, rows, columns]
 
     def unfinished(self) -> xr.Dataset | None:
         return self.dataset() if self.labels else None

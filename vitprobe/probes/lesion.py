@@ -52,13 +52,14 @@ def lesion(
         prefix: as in `probe`.
         forward: `forward(model, batch)` for models that are called in another way.
         path: netCDF file that grows with every batch. The same call goes on where an interrupted one stopped; the
-            batches have to be the same again, which is checked.
+            batches have to be the same again, which is checked, and so is, with a `forward`, what the first of them
+            gives, since the file knows that by its name alone.
         progress: whether a terminal shows a progress bar.
 
     Returns:
         `lesioned_accuracy`, `accuracy_change`, `lesioned_nll` and `nll_change` (layer), and `intact_accuracy` and
         `intact_nll` of the whole network, each with its standard error over images. A change is with the lesion minus
-        without: a loss of accuracy is negative.
+        without: a loss of accuracy is negative. Where outputs are not numbers, neither is the accuracy.
 
     Raises:
         ValueError: if there are no batches, no class numbers or nothing that can be removed, images differ in size,

@@ -20,7 +20,7 @@ from vitprobe.names import unknown
 from vitprobe.probes.attention import site_positions
 from vitprobe.probes.base import coordinates
 from vitprobe.probes.objective import drawn
-from vitprobe.probes.paired import Changes, chained, changing, compare
+from vitprobe.probes.paired import Changes, chained, changing, compare, require_size
 
 Per = Literal["network", "layer", "up_to_layer"]
 MASKS = ("position_codes", "content", "position", "window:K", "uniform", "mean")
@@ -79,14 +79,16 @@ def masking(
         prefix: as in `probe`.
         forward: `forward(model, batch)` for models that are called in another way.
         path: netCDF file that grows with every batch. The same call goes on where an interrupted one stopped; the
-            batches have to be the same again, which is checked.
+            batches have to be the same again, which is checked, and so is, with a `forward`, what the first of them
+            gives, since the file knows that by its name alone.
         progress: whether a terminal shows a progress bar.
 
     Returns:
         `masked_accuracy`, `accuracy_change`, `masked_nll` and `nll_change` along `mask`, and for single layers
         `layer`, and `intact_accuracy` and `intact_nll` of the network as it is, each with its standard error over
-        images; NaN where a map cannot be masked. A change is with the mask minus without. The coordinates `masked`
-        and `left_out` say how many maps (or position codes) each mask reached, and which not and why.
+        images; NaN where a map cannot be masked, or outputs are not numbers. A change is with the mask minus without.
+        The coordinates `masked` and `left_out` say how many maps (or position codes) each mask reached, and which not
+        and why.
 
     Raises:
         ValueError: if there are no batches, no class numbers or nothing to mask, `"mean"` is given batches that can
@@ -231,9 +233,13 @@ def _mean_maps(
 
     watch: Watch | None = None
     images, digits = 0, ""
+    shape: tuple[int, ...] = ()
     with untouched(model):
         for batch in drawn(batches, model):
             targets_of(batch)  # without labels this pass would be in vain
+            here = tuple(images_of(batch).shape[1:])
+            shape = shape or here
+            require_size(shape, here)
             if watch is None:
                 watch = Watch(model, plan(model, batch, prefix=prefix, forward=call), on_attention=add)
             watch(call, model, batch)

@@ -9,7 +9,7 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vitprobe.calling import default_forward, described, images_of, untouched, unwrap
+from vitprobe.calling import default_forward, described, described_batches, images_of, untouched, unwrap
 from vitprobe.data.band_noise import NoiseDefinition, band_noise, ring, white_spectrum
 from vitprobe.names import unknown
 from vitprobe.probes.answers import answers
@@ -71,7 +71,7 @@ def noise_by_frequency(
     Returns:
         `accuracy`, `accuracy_drop` and `nll` (frequency), each with its standard error over images, and `rms`, the
         root mean square that the noise had. The attributes hold the same of the images without noise,
-        `clean_accuracy` to `clean_nll_se`.
+        `clean_accuracy` to `clean_nll_se`. Where outputs are not numbers, neither is the accuracy.
 
     Raises:
         ValueError: if there are no batches or no class numbers, images differ in size, no frequency of the images
@@ -144,6 +144,7 @@ def noise_by_frequency(
             repeats=repeats,
             images=clean["nll"].count,
             **described(bare),
+            **described_batches(batches),
             **_statistics(clean),
         )
     )

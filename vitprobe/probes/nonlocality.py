@@ -70,8 +70,8 @@ class Reach:
             maps: `(image, window, head, query, key)`.
 
         Returns:
-            Attention-weighted distance [patches], and attention to what is no patch, means over the queries that are
-            patches `(image, head)`.
+            Attention-weighted distance [patches], the mean over the queries that are patches and look at some, and
+            attention to what is no patch, that over all that are patches `(image, head)`.
         """
         maps = in_single(site, maps)
         if site.name not in self._apart:
@@ -83,7 +83,7 @@ class Reach:
             return distance, torch.zeros_like(distance)
         rows = patch_rows(site, maps)
         distance = in_pieces(lambda some: (some * apart).sum(-1), rows.patches) / rows.on_patches
-        return rows.mean(distance), rows.mean(rows.elsewhere)
+        return rows.mean_looking(distance), rows.mean(rows.elsewhere)
 
 
 class Nonlocality(FeatureProbe):
@@ -91,7 +91,8 @@ class Nonlocality(FeatureProbe):
 
     The mean over query patches of `sum_k A[q, k] |q - k|`, Euclidean, in patches, then over images (d'Ascoli et al.
     2021, eq. 8). Prefix tokens, padding and sinks are no place: they are left out as queries and as keys, rows are
-    normalised anew, and the attention that patches paid to them is `prefix_mass`. GPSA is measured on its gated map,
+    normalised anew (a query without any attention to patches is left out of the mean), and the attention that patches
+    paid to them is `prefix_mass`. GPSA is measured on its gated map,
     windowed attention inside its windows. `uniform_nonlocality` is what attention to all patches alike would give
     there, and `nonlocality_ratio` is over it, so that grids can be compared. `layer_nonlocality` is the mean over
     heads. Standard errors are over images.

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from vitprobe.calling import as_batches, default_forward, images_of, logits_of, targets_of, to_model
+from vitprobe.calling import as_batches, default_forward, images_of, logits_of, same_random, targets_of, to_model
 from vitprobe.curvature import Decay, Loss, LossOperator
+from vitprobe.probes.targets import classes_needed, fitting
 from vitprobe.ranks import Group, Ranks
 
 NO_BATCHES = "the batches were empty: an iterator that was used up, or a loader without images?"
@@ -38,6 +39,8 @@ def drawn(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
 def keep(batches: Iterable[Any], model: nn.Module, ranks: Ranks | None = None) -> list[Any]:
     """The batches, drawn once and held where the model is, so that every product sees the same data.
 
+    Random numbers that the loader draws are put back.
+
     Args:
         batches: what the user gave.
         model: the module, unwrapped.
@@ -50,7 +53,7 @@ def keep(batches: Iterable[Any], model: nn.Module, ranks: Ranks | None = None) -
         ValueError: if there are none, in any of the processes.
     """
     ranks = ranks or Ranks(None)
-    with ranks.together():
+    with ranks.together(), same_random(model):
         kept = [to_model(batch, model) for batch in as_batches(batches)]
     if not any(ranks.gathered(bool(kept))):
         raise ValueError(NO_BATCHES)
@@ -74,7 +77,7 @@ def objective(
     Args:
         model: the module, unwrapped.
         batches: from `keep`.
-        loss: `loss(logits, targets)`, a mean over the batch.
+        loss: `loss(logits, targets)`, a mean over the batch. Of cross-entropy, logits and targets are checked.
         weight_decay: coefficient of the decay term.
         decay: which term, see `LossOperator`.
         parameters: glob patterns of parameter names.
@@ -84,12 +87,24 @@ def objective(
 
     Returns:
         The operator.
+
+    Raises:
+        ValueError: as `LossOperator`, and if cross-entropy cannot be taken of the logits and targets.
     """
     call = forward or default_forward
+    classes: int | None = None
+    if loss is F.cross_entropy:
+        with Ranks(group, next(model.parameters()).device).together():
+            classes = max(map(classes_needed, batches), default=0)
+
+    def answered(one: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        logits, targets = logits_of(call(one, batch)), targets_of(batch)
+        return (logits, targets) if classes is None else fitting(logits, targets, classes)
+
     return LossOperator(
         model,
         batches,
-        forward=lambda one, batch: (logits_of(call(one, batch)), targets_of(batch)),
+        forward=answered,
         images=lambda batch: len(images_of(batch)),
         loss=loss,
         parameters=parameters,

@@ -17,7 +17,7 @@ from vitprobe.attach import Intervention, Plan, plan
 from vitprobe.calling import Forward, default_forward, described, described_batches, images_of, untouched, unwrap
 from vitprobe.probes.answers import answers
 from vitprobe.probes.base import RunningMean
-from vitprobe.probes.growing import Growing, fingerprint
+from vitprobe.probes.growing import Growing, fingerprint, require_same_value
 from vitprobe.probes.objective import drawn
 from vitprobe.results import provenance
 
@@ -151,12 +151,13 @@ def compare(
                 settled.append(changes(found))
                 attributes |= {"image_height": found.image[0], "image_width": found.image[1]}
                 attributes |= {"skipped": json.dumps(list(found.skipped)), **settled[0].attributes}
-            elif here != shape:
-                raise ValueError(
-                    f"images of {here} after images of {shape} (channel, y, x): units and maps are those of one size; "
-                    "measure each size by itself."
-                )
+            require_size(shape, here)
             digits = "" if path is None else chained(digits, batch)
+            if number == 1 and path is not None and forward is not None:
+                attributes["first_batch_nll"] = first = float(answers(bare, batch, intact)[1].mean())
+                # Older files do not have it.
+                saved = first if file.found is None else file.found.attrs.get("first_batch_nll", first)
+                require_same_value(path, "nll of the first batch", saved, first)
             if number > known:
                 means.add(_answers(bare, batch, intact, settled[0].forwards))
             elif number == known:
@@ -174,6 +175,15 @@ def compare(
     ds = dataset()
     assert ds is not None
     return file.mark(ds)
+
+
+def require_size(first: tuple[int, ...], here: tuple[int, ...]) -> None:
+    """Refuse images `(channel, y, x)` of another size than the first."""
+    if here != first:
+        raise ValueError(
+            f"images of {here} after images of {first} (channel, y, x): units and maps are those of one size; "
+            "measure each size by itself."
+        )
 
 
 def _require_same(file: Growing, digits: str) -> None:

@@ -371,7 +371,10 @@ def operator_statistics(operator: Tensor, grid: tuple[int, int]) -> xr.Dataset:
     dims, matrices = _check(operator, grid)
     weight = matrices.abs()
     reach = (weight * distances(grid, device=weight.device)).sum(-1) / weight.sum(-1)
-    rounding = matrices.shape[-1] * torch.finfo(operator.dtype).eps
+    # The usual bound is above 1 for 196 places in bfloat16, where nothing would count. Roundings of entries alone, each
+    # by itself, have a norm of at most the root of the size, half as much.
+    places = matrices.shape[-1] if operator.dtype.itemsize > 2 else matrices.shape[-1] ** 0.5
+    rounding = places * torch.finfo(operator.dtype).eps
     ranks = rank_statistics(torch.linalg.svdvals(matrices), rounding)
     shares = weight.new_zeros(*weight.shape[:-2], (2 * grid[0] - 1) * (2 * grid[1] - 1))
     shares.index_add_(-1, _offset_index(grid).to(weight.device), weight.flatten(-2))
@@ -433,6 +436,8 @@ def _check(operator: Tensor, grid: tuple[int, int]) -> tuple[tuple[str, ...], Te
             f"an operator of shape {tuple(operator.shape)} on a grid of {grid[0]}x{grid[1]}: give (query, key), "
             f"(head, query, key) or (layer, head, query, key) with {places} queries and keys, as spatial_operator does."
         )
+    if not operator.is_floating_point():
+        raise TypeError(f"an operator of {operator.dtype}: give weights in floating point, such as operator.float().")
     matrices = operator.detach().double()
     return ("layer", "head")[4 - max(operator.ndim, 3) :], matrices[None] if operator.ndim == 2 else matrices
 
