@@ -81,6 +81,15 @@ def test_help(command, capsys):
         (["probe", "no_such_module:build", "-o", "x.nc"], "no_such_module"),
         (["probe", "timm:vit_tinny_patch16_224", "-o", "x.nc"], "Did you mean"),
         (["probe", "vit_nano", "--checkpoint", "gone.pt", "-o", "x.nc"], "gone.pt"),
+        (["probe", "vit_nano", "--image-size", "0", "-o", "x.nc"], "give 1 or more pixels"),
+        (["probe", "vit_nano", "--device", "gpu", "-o", "x.nc"], "there is no device 'gpu': use cpu"),
+        (["probe", "vit_nano", "--device", "cuda:99", "-o", "x.nc"], "there is no device 'cuda:99'"),
+        (["probe", "vit_nano", "--checkpoint", ".", "-o", "x.nc"], ". is a folder"),
+        (["run", "park_kim/fourier", "--scale", "smoke", "--device", "gpu", "--workers", "1"], "no device 'gpu'"),
+        (["run", "park_kim/fourier", "--seeds", "0"], "seeds is 0: give 1 or more"),
+        (["runs", "gone"], "there is no folder gone"),
+        (["train", "vit_nano", "--folder", "f", "--device", "gpu"], "there is no device 'gpu'"),
+        (["train", "vit_nano", "--folder", "f", "--option", "dim=-6"], "cannot be built with dim=-6"),
         (["train", "vit_nano", "--folder", "f", "--epochs", "0"], "epochs must be at least 1"),
         (["train", "vit_nano", "--folder", "f", "--recipe", "park_kim"], "Did you mean 'park_kim_weak'"),
         (["train", "vit_nano", "--folder", "f", "--start", "a", "--first", "b"], "give one of them"),
@@ -101,6 +110,25 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, said, capsys):
     err = capsys.readouterr().err
     assert said in err
     assert "Traceback" not in err
+
+
+def test_a_file_in_the_way_is_bad_input(capsys):
+    Path("file").touch()
+    Path("garbage.pt").write_bytes(bytes(range(200)))
+    common = ["--train-size", "60", "--test-size", "40", "--epochs", "1"]
+    for arguments, said in (
+        (["train", "vit_nano", "--folder", "file", *common], "file is a file"),
+        (["probe", "vit_nano", "--checkpoint", "garbage.pt", "-o", "x.nc"], "garbage.pt cannot be loaded"),
+        (["probe", "vit_nano", "--images", "10", "-o", "file/p.nc"], "file"),
+    ):
+        assert call(*arguments) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_is_a_failure_and_no_traceback(capsys):
+    arguments = ["--train-size", "60", "--test-size", "40", "--batch-size", "20", "--epochs", "1", "--lr", "1e30"]
+    assert call("train", "vit_nano", "--folder", "f", *arguments) == 1
+    assert "vitprobe: the training loss is nan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["nothing"], ["run", "park_kim/fourier", "--scale", "huge"]])
@@ -437,19 +465,7 @@ def test_files_say_no_folders_of_this_machine(tmp_path):
 
 def test_train_by_a_papers_recipe(tmp_path, capsys):
     """Its settings are the flags' defaults; what is given changes one of them."""
-    common = [
-        "--train-size",
-        "60",
-        "--test-size",
-        "40",
-        "--epochs",
-        "2",
-        "--warmup-epochs",
-        "0.5",
-        "--snapshots",
-        "0",
-        "2",
-    ]
+    common = ["--train-size", "60", "--test-size", "40", "--epochs", "2", "--warmup-epochs", "0.5"]
     recipe = ["--recipe", "park_kim_weak_cpu"]
     assert (
         call("train", "convit_nano", "--folder", "run", *common, *recipe, "--measure", "attention_gates,fourier") == 0
@@ -457,6 +473,7 @@ def test_train_by_a_papers_recipe(tmp_path, capsys):
     assert "test accuracy" in capsys.readouterr().out
     kept = json.loads(Path("run/recipe.json").read_text())
     assert kept["weight_decay"] == 0.05 and kept["stochastic_depth"] == 0.1 and kept["epochs"] == 2
+    assert kept["snapshots"] == [0, 1]  # of 0, 1, 6, 11, 16: those that there are
     assert vp.load("run/history.nc").attrs["recipe"] == "park_kim_weak_cpu"
     assert vp.load("run/attention_gates.nc").epoch.values.tolist() == [1, 2]
     assert call("probe", "run", "--images", "20", "--probes", "fourier", "-o", "f.nc") == 0
@@ -469,12 +486,31 @@ def test_train_by_a_papers_recipe(tmp_path, capsys):
     assert call("train", "convit_nano", "--folder", "c", *common, *pupil) == 0
     history = vp.load("c/history.nc")
     assert json.loads(history.attrs["hand_over"])["gap"] == 0.0 and "distillation_loss" in history
+    assert history.attrs["start"] == "run"
+
+    # What it started from is not to be written over: not by the checkpoint's word, nor, in an old one, the history's.
+    Path("other").symlink_to("run")
+    taught = ["train", "convit_nano", "--folder", "c", *common, *pupil[:4]]
+    assert call(*taught, "--start", "other") == 2
+    assert "started from the weights of run, not from the weights of other" in capsys.readouterr().err
+    assert call(*taught) == 2 and "not from fresh weights" in capsys.readouterr().err
+    Path("c/history.nc").unlink()
+    assert call(*taught) == 2
+    assert "another start: start.weights was 'after " in capsys.readouterr().err
+
+    # A finished training has no more to measure while it trains, and its history no figure.
+    assert call("train", "convit_nano", "--folder", "run", *common, *recipe, "--measure", "feature_variance") == 2
+    assert "vitprobe probe run" in capsys.readouterr().err
+    assert call("show", "run/history.nc") == 2
+    assert "vitprobe report run/history.nc -o FOLDER" in capsys.readouterr().err
+    assert call("report", "run/history.nc", "-o", "page") == 0
 
     capsys.readouterr()
     assert call("runs", ".") == 0
     listed = capsys.readouterr().out
     assert listed.count("convit_nano") == 2 and "2 finished" in listed
-    assert call("runs", "b") == 0 and "no runs below b" in capsys.readouterr().out
+    Path("empty").mkdir()
+    assert call("runs", "empty") == 0 and "no runs below empty" in capsys.readouterr().out
 
 
 def test_two_phases_on_the_command_line(tmp_path):

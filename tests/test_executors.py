@@ -667,6 +667,31 @@ def test_what_cannot_take_calls():
         wrap({})
 
 
+def test_threads_of_local_processes_are_the_users_or_a_share_of_the_cores(monkeypatch):
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6), raising=False)
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    with LocalExecutor(2) as pool:
+        found = [pool.submit(os.getenv, name) for name in names]
+        assert not set(names) & os.environ.keys()
+        wait_for(lambda: all(task.done() for task in found), "answer")
+    assert [task.result() for task in found] == ["3", "3"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    with LocalExecutor(1) as pool:
+        found = [pool.submit(os.getenv, name) for name in names]
+        wait_for(lambda: all(task.done() for task in found), "answer")
+    assert [task.result() for task in found] == ["5", None] and os.environ["OMP_NUM_THREADS"] == "5"
+
+
+def test_as_many_processes_as_this_one_may_use_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3), raising=False)
+    with open_executor(None, device="cpu") as local:
+        assert local.workers == 3
+    with pytest.raises(ValueError, match="there is no device 'gpu'"), open_executor("local:1", device="gpu"):
+        pass
+
+
 def test_workers_is_local_in_short():
     with open_executor("local:2", workers=2) as two, open_executor(None, workers=3, runs=2) as three:
         assert (two.workers, three.workers) == (2, 2)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from vitprobe import runs
 from vitprobe.models import create_model
 from vitprobe.runs import DataSpec, Run, cache_folder, list_runs, load_run, trained
 from vitprobe.training import Recipe, fit
@@ -189,3 +190,29 @@ def test_what_is_trained_is_listed(tmp_path):
     accuracy = trained(RUN, cache=tmp_path).history.test_accuracy.values[-1]
     assert table.loc["convmixer_nano", "test_accuracy"] == accuracy
     assert table.loc["convmixer_nano", "folder"] == str(RUN.folder(tmp_path).relative_to(tmp_path))
+
+
+def test_damaged_weights_are_not_given_out(tmp_path):
+    """The file can still be read: only its checksum tells."""
+    folder = trained(RUN, cache=tmp_path).folder
+    file = folder / "checkpoint.pt"
+    weights = next(iter(torch.load(file, weights_only=True)["model"].values()))
+    raw = bytearray(file.read_bytes())
+    raw[raw.find(weights.numpy().tobytes()[:64]) + 10] ^= 1
+    file.write_bytes(raw)
+    torch.load(file, weights_only=True)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is damaged.*goes on from checkpoint.previous.pt"):
+        load_run(folder)
+
+
+def test_a_run_goes_on_although_its_initial_weights_come_out_otherwise(tmp_path, monkeypatch):
+    """On another machine the last digits of what an initialiser computes may differ; the configuration does not."""
+    before = trained(RUN, cache=tmp_path, until=1)
+    monkeypatch.setattr(runs, "create_model", lambda name, **named: create_model(name, **named | {"seed": 8}))
+    assert len(trained(RUN, cache=tmp_path).history.epoch) == 2
+    assert before.history.train_loss.values[0] == trained(RUN, cache=tmp_path).history.train_loss.values[0]
+
+
+def test_no_folder_has_no_list(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        list_runs(tmp_path / "gone")

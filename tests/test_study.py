@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from vitprobe.claims import CLAIMS, decide, verdicts_from_json
 from vitprobe.results import load, provenance
-from vitprobe.study import Settings, Study, exit_code, run_study, write_claims
+from vitprobe.study import Settings, Study, exit_code, find_verdicts, run_study, write_claims
 
 MEASURED: list[str] = []
 
@@ -105,6 +105,26 @@ def test_recompute_measures_again(settings):
     assert len(MEASURED) == 4
 
 
+def test_measurements_of_other_sizes_and_scales_are_other_ones(settings):
+    """A measurement may look at as many images as the settings say, of whatever the network was trained on."""
+    study = toy(ToyRun("a", 0))
+    others = [
+        replace(settings, test_size=20),
+        replace(settings, train_size=20),
+        replace(settings, scale="quick"),
+        replace(settings, download=False),  # which no number depends on
+    ]
+    for one in (settings, *others):
+        run_study(study, one, executor=Inline())
+    assert len(MEASURED) == 4
+
+
+@pytest.mark.parametrize("name", ["seeds", "train_size", "test_size", "workers"])
+def test_a_number_of_nothing_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name} is 0: give 1 or more"):
+        Settings(**{name: 0})
+
+
 def test_the_same_numbers_but_for_the_time(settings, tmp_path):
     study = toy(ToyRun("a", 0), ToyRun("a", 1))
     first = load(run_study(study, settings, executor=Inline()))
@@ -179,6 +199,34 @@ def test_claims_are_gathered_from_all_files_of_a_folder(settings):
     assert "## Toys (smoke scale, [toy_smoke.nc](toy_smoke.nc))" in text
 
 
+def test_claims_of_studies_that_end_together(settings, monkeypatch):
+    """The second is written while the first one is."""
+    settings.out.mkdir()
+    real, texts = Path.write_text, []
+
+    def write(path, text):
+        real(path, text)
+        texts.append(text)
+        if len(texts) == 1:
+            write_claims(settings.out, "smoke")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert write_claims(settings.out, "smoke").is_file()
+    assert len(texts) == 2 and [file.name for file in settings.out.iterdir()] == ["claims_smoke.md"]
+
+
+def test_foreign_and_damaged_files_stop_no_claims(settings, capsys):
+    run_study(toy(ToyRun("a", 0), ToyRun("a", 1)), settings, executor=Inline())
+    (settings.out / "damaged.nc").write_bytes(b"CDF")
+    xr.Dataset({"x": 1}).to_netcdf(settings.out / "foreign.nc")
+    half = load(settings.out / "toy_smoke.nc").assign_attrs(verdicts="[{}]")
+    half.to_netcdf(settings.out / "half.nc")
+    capsys.readouterr()
+    assert len(find_verdicts(settings.out)) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [Path(line.split()[3].rstrip(":")).name for line in lines] == ["damaged.nc", "foreign.nc", "half.nc"]
+
+
 def test_a_small_scale_leaves_the_evidence_alone(settings):
     study = toy(ToyRun("a", 0), ToyRun("a", 1))
     run_study(study, replace(settings, scale="cpu"), executor=Inline())
@@ -191,7 +239,18 @@ def test_a_small_scale_leaves_the_evidence_alone(settings):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ValueError("bad"), 2), (FileNotFoundError("gone"), 2), (RuntimeError("failed"), 1), (KeyboardInterrupt(), 130)],
+    [
+        (ValueError("bad"), 2),
+        (FileNotFoundError("gone"), 2),
+        (FileExistsError(17, "File exists", "x"), 2),
+        (IsADirectoryError(21, "Is a directory", "x"), 2),
+        (NotADirectoryError("x is a file"), 2),
+        (PermissionError(13, "Permission denied", "x"), 2),
+        (RuntimeError("failed"), 1),
+        (FloatingPointError("the loss is nan"), 1),
+        (OSError(28, "No space left on device"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
 )
 def test_exit_codes_are_one_sentence(error, code, capsys):
     def action():

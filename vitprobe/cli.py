@@ -17,7 +17,7 @@ import xarray as xr
 from tyro.conf import OmitArgPrefixes, Positional, UseCounterAction, arg
 
 from vitprobe.claims import CLAIMS, overview
-from vitprobe.names import unknown
+from vitprobe.names import require_device, unknown
 from vitprobe.study import Scale, Settings, exit_code, find_verdicts, one_after_the_other, run_study, write_claims
 
 if TYPE_CHECKING:
@@ -267,6 +267,9 @@ def probe(
     own_images = [name for name in names if "source" in inspect.signature(known[name]).parameters]
     if own_images and image_size is not None:
         raise ValueError(f"{own_images[0]} makes images of its own, of the data's size: leave out --image-size.")
+    if image_size is not None and image_size < 1:
+        raise ValueError(f"--image-size {image_size} is no size: give 1 or more pixels, or leave it out.")
+    require_device(device)
     if split not in ("train", "test"):
         raise ValueError(f"split is train or test, not {split!r}.")
     size = {"train": None, "test": None} | {split: images}
@@ -400,6 +403,11 @@ def show(
 
     ds = load(file)
     own = _drawing(ds)
+    if str(ds.attrs.get("title", "")).startswith("Training history"):
+        raise ValueError(
+            f"{file} is the history of a training, of which there is no figure: vitprobe report {file} -o FOLDER makes"
+            " a page of its values."
+        )
     if own is None and ds.attrs.get("study") and ds.attrs.get("probe") not in FIGURES:
         raise ValueError(
             f"{file} is of the study {ds.attrs['study']}, which is not here (vitprobe list studies), and of no single "

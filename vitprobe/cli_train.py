@@ -1,6 +1,7 @@
 """The command `vitprobe train`."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -21,12 +22,13 @@ from vitprobe.cli import parse_options
 from vitprobe.data import ImageData, load_data
 from vitprobe.models import create_model
 from vitprobe.models.convolutional_vit import transfer_
-from vitprobe.names import unknown
+from vitprobe.names import require_device, unknown
 from vitprobe.probes import FEATURE_PROBES
 from vitprobe.ranks import Ranks
-from vitprobe.results import save
+from vitprobe.results import load, save
 from vitprobe.runs import load_run, take_over
 from vitprobe.training import Measurements, Recipe, fit, fit_two_phases, make_recipe
+from vitprobe.training.checkpoint import digest, plain_names
 
 
 def train(
@@ -80,8 +82,11 @@ def train(
         load_data, data, root=data_root, download=download, train_size=train_size, test_size=test_size
     )
     options = parse_options(option)
+    origin = "" if start is None else start.absolute().name
+    _require_same_start(folder, origin)
     said: dict[str, Any] = {"recipe": recipe} if recipe else {}
     with _processes(device) as (group, device):
+        require_device(device)
         ranks = Ranks(group, device or "cpu")
         ranks.from_first(lambda: read() and None)  # downloads, if need be, once
         images = read()
@@ -91,11 +96,15 @@ def train(
             "num_classes": images.num_classes,
         }
         network = create_model(model, seed=settings.seed, **shape, **options)
+        training: dict[str, Any] = {}
         if start is not None:
-            said |= {"start": start.name, "hand_over": take_over(network, load_run(start), images)}
+            source = load_run(start)
+            # By their origin: what a hand-over makes of them may differ in its last digits.
+            training["initial"] = f"after {digest(plain_names(source.state_dict()))}"
+            said |= {"start": origin, "hand_over": take_over(network, source, images)}
         epochs = {*range(measure_every, settings.epochs, measure_every), settings.epochs}
         measurements = _measurements(measure, epochs, images, folder) if measure else None
-        training: dict[str, Any] = {
+        training |= {
             "folder": folder,
             "device": device,
             "group": group,
@@ -118,6 +127,20 @@ def train(
         f"test accuracy {float(last.test_accuracy):.1%} ± {float(last.test_accuracy_se):.1%} after {settings.epochs}"
         f" epochs; history in {path}"
     )
+
+
+def _require_same_start(folder: Path, origin: str) -> None:
+    """That a folder's history is of a training with this start; its checkpoint may be from before it could tell."""
+    try:
+        was = str(load(folder / "history.nc").attrs.get("start", ""))
+    except (OSError, ValueError):  # there is none
+        return
+    if was != origin:
+        before, now = (f"the weights of {name}" if name else "fresh weights" for name in (was, origin))
+        raise ValueError(
+            f"{folder} holds a training that started from {before}, not from {now}: give --start as it was then, or"
+            f" another --folder, or delete {folder} to train anew."
+        )
 
 
 @contextlib.contextmanager
@@ -166,8 +189,12 @@ def train_by(arguments: Sequence[str]) -> Callable[..., None]:
     Raises:
         ValueError: if there is no such recipe.
     """
-    names = [value for flag, value in itertools.pairwise(arguments) if flag == "--recipe"]
-    names += [one.partition("=")[2] for one in arguments if one.startswith("--recipe=")]
+
+    def typed(flag: str) -> list[str]:
+        apart = [value for one, value in itertools.pairwise(arguments) if one == flag]
+        return apart + [one.partition("=")[2] for one in arguments if one.startswith(f"{flag}=")]
+
+    names, epochs = typed("--recipe"), typed("--epochs")
 
     @functools.wraps(train)
     def command(*positional: Any, **named: Any) -> None:
@@ -175,6 +202,9 @@ def train_by(arguments: Sequence[str]) -> Callable[..., None]:
 
     signature = inspect.signature(train)
     settings = make_recipe(names[-1]) if names else Recipe()
+    if epochs and epochs[-1].isdecimal():  # fewer epochs leave later snapshots out, as make_recipe does
+        kept = tuple(epoch for epoch in settings.snapshots if epoch <= int(epochs[-1]))
+        settings = dataclasses.replace(settings, snapshots=kept)
     command.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[
             one.replace(default=settings) if name == "settings" else one for name, one in signature.parameters.items()

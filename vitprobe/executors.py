@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
-from vitprobe.names import unknown
+from vitprobe.names import require_device, unknown
 
 KINDS = {
     "local": "local:N, N processes of this machine",
@@ -177,7 +177,7 @@ def open_executor(
         ends the processes that it started, and no cluster.
 
     Raises:
-        ValueError: if the kind or an option is unknown, two of them disagree, or nobody answers at the address.
+        ValueError: if the kind, an option or the device is unknown, two disagree, or nobody answers at the address.
         FileNotFoundError: if there is no such scheduler file.
         ModuleNotFoundError: if a package is missing.
     """
@@ -188,7 +188,8 @@ def open_executor(
         raise ValueError(f"--workers {workers} is for processes of this machine: leave it out with --executor {spec}.")
     if kind == "local":
         number = _number_of_workers(spec, rest, workers)
-        wanted = number or (1 if _on_gpu(device) else os.cpu_count() or 1)
+        require_device(device)
+        wanted = number or (1 if _on_gpu(device) else cores())
         with LocalExecutor(max(1, min(wanted, runs or wanted))) as local:
             yield local
     elif kind == "dask":
@@ -210,6 +211,11 @@ def _number_of_workers(spec: str | None, text: str, workers: int | None) -> int 
     if number is not None and number < 1:
         raise ValueError(f"{number} processes do nothing: use at least 1, e.g. --executor local:4.")
     return number
+
+
+def cores() -> int:
+    """The cores that this process may use, of which a container or a scheduler may have left it a few."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _on_gpu(device: str | None) -> bool:
@@ -238,6 +244,8 @@ class LocalExecutor:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
+        # Of each, which reads them when it imports torch: many small runs beside each other beat one on all cores.
+        self.threads = max(1, cores() // workers)
         self.pools: list[ProcessPoolExecutor | None] = [None] * workers
         self.held: list[list[_LocalTask]] = [[] for _ in range(workers)]
         self.others: set[Any] = set()
@@ -268,17 +276,29 @@ class LocalExecutor:
         if pool is not None:
             with contextlib.suppress(BrokenProcessPool):
                 return pool.submit(call)
-        # Spawned children read these when they import torch: many small runs beside each other beat one on all cores.
-        threads = str(max(1, (os.cpu_count() or 1) // self.workers))
-        os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         context = multiprocessing.get_context("spawn")
         self.pools[number] = pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_worker)
-        return pool.submit(call)
+        with _unless_set(OMP_NUM_THREADS=self.threads, MKL_NUM_THREADS=self.threads):
+            return pool.submit(call)  # which spawns its process
 
     def stop(self) -> None:
         """End the processes: what they write is whole at any moment, so nobody has to be waited for."""
         for process in set(multiprocessing.active_children()) - self.others:
             process.terminate()
+
+
+@contextlib.contextmanager
+def _unless_set(**variables: int) -> Iterator[None]:
+    """Environment variables for the length of a `with`; none if the user has set one of them, which is for all."""
+    if not os.environ.keys().isdisjoint(variables):
+        yield
+        return
+    os.environ |= {name: str(value) for name, value in variables.items()}
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
 
 
 class _LocalTask(Task):
@@ -511,7 +531,7 @@ def _slurm(kind: str, text: str, folder: Path) -> "SlurmExecutor":
         }
     executor.update_parameters(**generic)
     # Slurm queues what it has no room for; processes of this machine would all start.
-    jobs = options.get("jobs", None if kind == "slurm" else os.cpu_count())
+    jobs = options.get("jobs", None if kind == "slurm" else cores())
     return SlurmExecutor(executor, jobs=jobs, threads=cpus, poll=5.0 if kind == "slurm" else 0.2)
 
 

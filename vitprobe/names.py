@@ -22,3 +22,24 @@ def unknown(what: str, given: str, known: Iterable[str]) -> ValueError:
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     listed = ", ".join(known) if len(known) <= LISTED else f"{len(known)} of them"
     return ValueError(f"unknown {what} {given!r}.{hint} Known: {listed}.")
+
+
+def require_device(device: str | None) -> None:
+    """Refuse a device that is not here, before anything is computed.
+
+    Args:
+        device: as typed; `None` is any.
+
+    Raises:
+        ValueError: if there is no such device.
+    """
+    if device is None:
+        return
+    import torch
+
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"there is no device {device!r}: use cpu, cuda or cuda:1.") from None
+    if wanted.type == "cuda" and (wanted.index or 0) >= (there := torch.cuda.device_count()):
+        raise ValueError(f"there is no device {device!r}, CUDA sees {there}: use cpu, or another number.")

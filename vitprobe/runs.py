@@ -174,6 +174,7 @@ def trained(
         on_epoch=on_epoch,
         until=until,
         epochs_before=epochs_before(run),
+        initial=run.key(),  # which has all that they come from, and names the folder
         device=device,
         when_busy="wait",
         progress=progress,
@@ -242,7 +243,7 @@ def load_run(folder: str | os.PathLike[str], epoch: int | None = None) -> nn.Mod
 
     Raises:
         FileNotFoundError: if the folder holds no run, or no weights of that epoch.
-        ValueError: if the network was made in another way.
+        ValueError: if the network was made in another way, or the weights are damaged.
     """
     if not (Path(folder) / "run.json").exists() and (Path(folder) / SECOND / "run.json").exists():
         folder = Path(folder) / SECOND  # of two phases
@@ -276,8 +277,13 @@ def list_runs(folder: str | os.PathLike[str] | None = None) -> pd.DataFrame:
         Columns `model` (its class if it was not made by name), `data`, `seed`, `epoch` and `epochs`, `test_accuracy`,
         `state` (finished, running or stopped), `where` (host and device), `changed` (UTC) and `folder`; the last
         changed first.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
     """
     root = cache_folder() if folder is None else Path(folder)
+    if folder is not None and not root.is_dir():
+        raise FileNotFoundError(f"there is no folder {root}: name one that trainings are in, or none for the cache.")
     rows = [_listed(path.parent, root) for path in root.glob("**/recipe.json")]
     columns = ["model", "data", "seed", "epoch", "epochs", "test_accuracy", "state", "where", "changed", "folder"]
     table = pd.DataFrame(rows, columns=columns)

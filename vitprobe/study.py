@@ -1,8 +1,8 @@
 """A study is one figure: a grid of runs, a measurement of each, a drawing, and verdicts on published claims.
 
-Measurements are cached by the hash of the run's configuration, so that a study which is interrupted repeats nothing
-that is done. The grid goes to processes of this machine, a Dask cluster, Slurm, or any object with
-`.submit(fn, *args)`.
+Measurements are cached by the hash of the run's configuration and of the settings that they see, so that a study which
+is interrupted repeats nothing that is done. The grid goes to processes of this machine, a Dask cluster, Slurm, or any
+object with `.submit(fn, *args)`.
 """
 
 import os
@@ -23,10 +23,20 @@ from tqdm import tqdm
 from vitprobe.claims import Claim, Judged, Verdict, scorecard, verdicts_from_json, verdicts_to_json
 from vitprobe.executors import Task, Tasks, one_at_a_time, open_executor, wrap
 from vitprobe.figures import save_figure
-from vitprobe.results import cache_folder, config_hash, load, plain_name, save, stack_runs
+from vitprobe.results import cache_folder, config_hash, load, plain_name, replacing, save, stack_runs
 
 Scale = Literal["smoke", "quick", "cpu", "paper"]
-_BAD_INPUT = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)  # what a user can mend
+_BAD_INPUT = (  # what a user can mend in what was typed
+    ValueError,
+    TypeError,
+    ModuleNotFoundError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+_FAILED = (RuntimeError, FloatingPointError, OSError)  # what may happen to the best input: a full disk, a loss of nan
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,9 @@ class Settings:
         executor: where the runs go: local:N, which is N workers; dask:tcp://HOST:8786 or dask:FILE.json, a Dask
             cluster; slurm:partition=NAME,hours=8,gpus=1,cpus=8,memory_gb=32, a job of each run.
         recompute: measure again (trained models are kept).
+
+    Raises:
+        ValueError: if a number of anything is below one.
     """
 
     scale: Scale = "quick"
@@ -65,6 +78,11 @@ class Settings:
     workers: int | None = None
     executor: str | None = None
     recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("train_size", "test_size", "seeds", "workers"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}: give 1 or more, or leave it out for the scale's own.")
 
 
 class RunLike(Protocol):
@@ -177,7 +195,7 @@ def one_after_the_other(actions: Mapping[str, Callable[[], Any]]) -> None:
         except BrokenPipeError:  # nobody reads what the others would print
             raise
         except Exception as error:
-            if not isinstance(error, (*_BAD_INPUT, RuntimeError)):
+            if not isinstance(error, (*_BAD_INPUT, *_FAILED)):
                 traceback.print_exc()
             errors[name] = error
     if errors:
@@ -195,7 +213,8 @@ def find_verdicts(folder: Path, *, deep: bool = False) -> list[Judged]:
         deep: look into its folders too, at any depth.
 
     Returns:
-        Those of each file that has some; links are relative to the folder.
+        Those of each file that has some; links are relative to the folder. Files that are none of vitprobe's, or
+        damaged, are left out with a line on stderr.
 
     Raises:
         FileNotFoundError: if there is no such folder.
@@ -204,19 +223,29 @@ def find_verdicts(folder: Path, *, deep: bool = False) -> list[Judged]:
         raise FileNotFoundError(f"there is no folder {folder}; run a study first, or name the folder of its results")
     found = []
     for file in sorted(folder.rglob("*.nc") if deep else folder.glob("*.nc")):
-        attributes = load(file).attrs
-        if attributes.get("verdicts", "[]") != "[]":
-            figure = file.with_suffix(".png")
-            found.append(
-                Judged(
-                    title=attributes["title"],
-                    scale=attributes["scale"],
-                    data=file.relative_to(folder).as_posix(),
-                    figure=figure.relative_to(folder).as_posix() if figure.is_file() else "",
-                    verdicts=verdicts_from_json(attributes["verdicts"]),
-                )
-            )
+        try:
+            found += _judged(file, folder)
+        except (ValueError, KeyError, TypeError, OSError) as error:  # all of which a foreign file may cause
+            reason = f"no {error} in it" if isinstance(error, KeyError) else error
+            print(f"vitprobe: left out {file}: {reason}", file=sys.stderr)
     return found
+
+
+def _judged(file: Path, folder: Path) -> list[Judged]:
+    """The verdicts of one file, if it has any."""
+    attributes = load(file).attrs
+    if attributes.get("verdicts", "[]") == "[]":
+        return []
+    figure = file.with_suffix(".png")
+    return [
+        Judged(
+            title=attributes["title"],
+            scale=attributes["scale"],
+            data=file.relative_to(folder).as_posix(),
+            figure=figure.relative_to(folder).as_posix() if figure.is_file() else "",
+            verdicts=verdicts_from_json(attributes["verdicts"]),
+        )
+    ]
 
 
 def write_claims(
@@ -243,9 +272,8 @@ def write_claims(
     scales = ("cpu", "paper") if evidence else (scale,)
     path = folder / ("claims.md" if evidence else f"claims_{scale}.md")
     found = find_verdicts(folder) if judged is None else judged
-    temporary = path.with_suffix(".md.part")
-    temporary.write_text(scorecard([one for one in found if one.scale in scales], registry))
-    temporary.replace(path)
+    with replacing(path) as unfinished:  # of a name of its own: other studies may end at this moment
+        unfinished.write_text(scorecard([one for one in found if one.scale in scales], registry))
     return path
 
 
@@ -261,8 +289,11 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     """
     import tyro
 
-    settings = tyro.cli(Settings, args=arguments, prog=f"vitprobe run {study.name}", description=study.title)
-    return exit_code(lambda: run_study(study, settings))
+    def run_typed() -> None:
+        settings = tyro.cli(Settings, args=arguments, prog=f"vitprobe run {study.name}", description=study.title)
+        run_study(study, settings)
+
+    return exit_code(run_typed)
 
 
 def exit_code(action: Callable[[], Any]) -> int:
@@ -280,11 +311,11 @@ def exit_code(action: Callable[[], Any]) -> int:
     except _BAD_INPUT as error:
         print(f"vitprobe: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
-        print(f"vitprobe: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # who read our output has left (`| head`): say nothing more, not at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except _FAILED as error:
+        print(f"vitprobe: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nvitprobe: interrupted; what is done is kept, and the same command goes on.", file=sys.stderr)
@@ -293,7 +324,10 @@ def exit_code(action: Callable[[], Any]) -> int:
 
 
 def _measured_file(study: Study, run: RunLike, settings: Settings) -> Path:
-    key = config_hash({"study": study.name, "run": run.config()})
+    # What the measurement may see of the settings, besides the run: how much, and on which of the images.
+    sizes = {"train_size": settings.train_size, "test_size": settings.test_size}
+    asked = {"scale": settings.scale} | {name: size for name, size in sizes.items() if size is not None}
+    key = config_hash({"study": study.name, "run": run.config(), "settings": asked})
     return (
         (settings.cache or cache_folder()) / "measured" / f"{plain_name(study.name)}-{plain_name(run.model)}-{key}.nc"
     )

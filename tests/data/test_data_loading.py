@@ -455,3 +455,24 @@ def test_cifar100_is_normalised_by_the_published_constants() -> None:
         (0.5071, 0.4867, 0.4408),
         (0.2675, 0.2565, 0.2761),
     )
+
+
+@pytest.mark.parametrize("splits", [("val", "test"), ("Train", "Test"), ("Train", "Val", "extra"), ("test",)])
+def test_splits_are_no_classes(tmp_path: Path, splits: tuple[str, ...]) -> None:
+    for split in splits:
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for index, pixels in enumerate(_pixels(5, 4, 4)):
+                Image.fromarray(pixels).save(tmp_path / split / name / f"{index}.png")
+    with pytest.raises(
+        ValueError, match=r"which are splits and no classes: wanted is .*train/CLASS beside .*test/CLASS"
+    ):
+        load_data(f"folder:{tmp_path}")
+
+
+def test_a_train_may_be_a_class(tmp_path: Path) -> None:
+    for name in ("Train", "bus"):
+        (tmp_path / name).mkdir()
+        for index, pixels in enumerate(_pixels(5, 4, 4)):
+            Image.fromarray(pixels).save(tmp_path / name / f"{index}.png")
+    assert load_data(f"folder:{tmp_path}").class_names == ("Train", "bus")

@@ -202,3 +202,9 @@ def test_list_of_one_kind(capsys):
         assert len([line for line in out.splitlines() if not line.startswith("  ")]) == 1
     assert main(["list", "network"]) == 2
     assert "unknown list 'network'" in capsys.readouterr().err
+
+
+def test_a_network_that_cannot_be_built_is_bad_input():
+    for options in ({"dim": -6}, {"dim": 0}):
+        with pytest.raises(ValueError, match=r"model 'vit_nano' cannot be built with dim="):
+            create_model("vit_nano", image_size=8, **options)

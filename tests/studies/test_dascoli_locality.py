@@ -3,10 +3,13 @@
 import itertools
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -17,6 +20,8 @@ from vitprobe.models import create_model
 from vitprobe.probes.nonlocality import uniform_nonlocality
 from vitprobe.results import load
 from vitprobe.study import Settings
+from vitprobe.training import Recipe, learning_rate
+from vitprobe.training.optimizer import make_optimizer
 
 EPOCHS = (0, 1, 4, 16)
 LAYERS, GATED, HEADS = 6, 5, 4
@@ -106,6 +111,31 @@ def test_nonlocality_before_training_at_its_ends():
         for y, x in itertools.product(range(5), range(6))
     ]
     assert locality.initial_nonlocality((5, 6), 9, strength=50, gate=50) == pytest.approx(np.mean(steps))
+
+
+def test_decay_of_matrices_flattens_the_gaussians_and_leaves_the_gates():
+    """A step without a gradient, by the optimiser itself."""
+    recipe = Recipe(epochs=2, batch_size=10, weight_decay=0.5, lr=0.1, warmup_epochs=0, snapshots=(0, 2))
+    for decay in ("all", "matrices"):
+        ours = replace(recipe, decay=decay)
+        model = create_model("convit_nano", image_size=8, channels=1, seed=0)
+        result = SimpleNamespace(
+            model=model, at=lambda epoch, model=model: model, data=SimpleNamespace(train=range(40))
+        )
+        share, reach = locality.decayed(result, ours)
+        optimizer = make_optimizer(model, ours)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for step in range(8):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(ours, step, 4)
+            optimizer.step()
+        attention = next(one for one in model.modules() if getattr(one, "gate", None) is not None)
+        gate, strength = attention.gate[0].item(), -attention.position.vector[0, 0].item()
+        assert strength < 0.8 and (gate < 0.8) == (decay == "all")
+        assert share[-1] == pytest.approx(1 / (1 + math.exp(-gate)), rel=1e-5)
+        assert reach[-1] == pytest.approx(locality.initial_nonlocality((4, 4), 4, strength=strength, gate=gate))
+        assert reach[-1] > reach[0]
 
 
 # --- verdicts ---------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_a_full_disk_keeps_the_last_epoch_and_says_what_to_do(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 1
     assert not list(tmp_path.rglob("*.tmp"))
-    resumed = tiny(seed=5)
+    resumed = tiny()
     assert numbers(fit(resumed, make_data(), RECIPE, folder=tmp_path)).equals(numbers(expected))
     assert same_weights(whole, resumed)
 
@@ -91,7 +91,7 @@ def test_a_single_wrong_bit_is_noticed(tmp_path):
     with pytest.raises(StopError):
         fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=stop_after(2))
     flip_a_bit(tmp_path / "checkpoint.pt")
-    resumed = tiny(seed=5)
+    resumed = tiny()
     with pytest.warns(UserWarning, match=r"checkpoint.pt .* is damaged.*epoch 1"):
         found = fit(resumed, make_data(), RECIPE, folder=tmp_path)
     assert numbers(found).equals(numbers(expected))
@@ -122,7 +122,7 @@ def test_the_second_in_a_folder_is_told_who_is_there(tmp_path):
 
 
 def test_the_second_can_wait_and_gets_what_the_first_made(tmp_path):
-    first, second = tiny(), tiny(seed=5)
+    first, second = tiny(), tiny()
     started, histories = threading.Event(), []
 
     def wait(model, row):
@@ -234,7 +234,7 @@ def test_another_network_in_a_folder_is_refused(tmp_path):
 def test_a_wrapped_or_compiled_network_goes_on(tmp_path):
     with pytest.raises(StopError):
         fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=stop_after(1))
-    whole, wrapped = tiny(), torch.nn.DataParallel(tiny(seed=5))
+    whole, wrapped = tiny(), torch.nn.DataParallel(tiny())
     fit(whole, make_data(), RECIPE)
     fit(wrapped, make_data(), RECIPE, folder=tmp_path)
     assert same_weights(whole, wrapped.module)
@@ -279,7 +279,7 @@ def test_weights_that_the_last_step_spoiled_are_not_saved(tmp_path):
     finally:
         handle.remove()
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epoch"] == 1
-    whole, resumed = tiny(), tiny(seed=5)
+    whole, resumed = tiny(), tiny()
     fit(whole, make_data(), RECIPE)
     fit(resumed, make_data(), RECIPE, folder=tmp_path)
     assert same_weights(whole, resumed)
@@ -299,3 +299,110 @@ def test_a_loss_that_is_not_finite_stops_at_once():
     with pytest.raises(FloatingPointError, match=r"nan from step 2 of epoch 1 on \(step 2 of the run\)"):
         fit(model, make_data(), RECIPE)
     assert len(calls) == 2
+
+
+def test_other_initial_weights_in_a_folder_are_refused(tmp_path):
+    """The folder says what its training started from; what it was given last is not it."""
+    with pytest.raises(StopError):
+        fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=stop_after(1))
+    with pytest.raises(ValueError, match=r"another start: start\.weights was"):
+        fit(tiny(seed=5), make_data(), RECIPE, folder=tmp_path)
+    with pytest.raises(ValueError, match=r"another start: start\.epochs_before was 0 and is now 2"):
+        fit(tiny(), make_data(), RECIPE, folder=tmp_path, epochs_before=2)
+    whole, again = tiny(), tiny()
+    fit(whole, make_data(), RECIPE)
+    fit(again, make_data(), RECIPE, folder=tmp_path)
+    assert same_weights(whole, again)
+    with pytest.raises(ValueError, match="another start"):  # nor are they in a finished one
+        fit(tiny(seed=5), make_data(), RECIPE, folder=tmp_path)
+    fit(again, make_data(), RECIPE, folder=tmp_path)  # what it ended with is no other training
+
+
+def test_the_network_of_an_interrupted_training_goes_on_as_it_is(tmp_path):
+    """As in a notebook, whose network stands in the middle of an epoch then."""
+    model, whole = tiny(), tiny()
+    handle = model.branch.register_forward_pre_hook(interrupt_at(7))  # the second step of epoch 2
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, make_data(), RECIPE, folder=tmp_path)
+    handle.remove()
+    fit(model, make_data(), RECIPE, folder=tmp_path)
+    fit(whole, make_data(), RECIPE)
+    assert same_weights(whole, model)
+
+
+def interrupt_at(call, calls=0):
+    def count(*_):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+
+    return count
+
+
+def test_initial_weights_that_are_computed_anew_go_by_their_name(tmp_path):
+    with pytest.raises(StopError):
+        fit(tiny(), make_data(), RECIPE, folder=tmp_path, initial="a fit", on_epoch=stop_after(1))
+    with pytest.raises(ValueError, match=r"start\.weights was 'a fit' and is now 'another'"):
+        fit(tiny(seed=5), make_data(), RECIPE, folder=tmp_path, initial="another")
+    fit(tiny(seed=5), make_data(), RECIPE, folder=tmp_path, initial="a fit")
+
+
+def test_a_checkpoint_from_before_it_said_its_start_goes_on(tmp_path):
+    with pytest.raises(StopError):
+        fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=stop_after(1))
+    content = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    torch.save({key: content[key] for key in content if key not in ("start", "sha256")}, tmp_path / "checkpoint.pt")
+    whole, resumed = tiny(), tiny(seed=5)
+    with pytest.raises(StopError):
+        fit(resumed, make_data(), RECIPE, folder=tmp_path, on_epoch=stop_after(2))
+    resumed = tiny(seed=6)
+    fit(resumed, make_data(), RECIPE, folder=tmp_path)
+    fit(whole, make_data(), RECIPE)
+    assert same_weights(whole, resumed)
+
+
+def test_a_damaged_snapshot_is_noticed(tmp_path):
+    recipe = Recipe(**{**RECIPE.config(), "epochs": 1, "snapshots": (0, 1)})
+    fit(tiny(), make_data(), recipe, folder=tmp_path)
+    flip_a_bit(tmp_path / "snapshots" / "epoch_0001.pt")
+    with pytest.raises(ValueError, match=r"epoch_0001.pt is damaged, its checksum is another"):
+        load_snapshot(tiny(), tmp_path, 1)
+    old = torch.load(tmp_path / "snapshots" / "epoch_0000.pt", weights_only=True)
+    del old["sha256"]  # as they were before
+    torch.save(old, tmp_path / "snapshots" / "epoch_0000.pt")
+    again = tiny(seed=7)
+    load_snapshot(again, tmp_path, 0)
+    assert same_weights(again, tiny())
+
+
+def test_a_finished_training_needs_no_optimiser_and_an_unfinished_one_the_same(tmp_path):
+    """The parameters that decay by `decay="matrices"` became more: what is trained stays."""
+    recipe = Recipe(**{**RECIPE.config(), "decay": "matrices"})
+    whole = tiny()
+    fit(whole, make_data(), recipe, folder=tmp_path)
+    for epoch in (3, 2):
+        content = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        first, second = content["optimizer"]["param_groups"]
+        second["params"].append(first["params"].pop())
+        content |= {"epoch": epoch, "history": content["history"][:epoch]}
+        torch.save({key: content[key] for key in content if key != "sha256"}, tmp_path / "checkpoint.pt")
+        again = tiny()
+        if epoch == 3:
+            fit(again, make_data(), recipe, folder=tmp_path)
+            assert same_weights(whole, again)
+        else:
+            with pytest.raises(ValueError, match=r"optimiser is of other parameters.*or delete the folder"):
+                fit(again, make_data(), recipe, folder=tmp_path)
+
+
+def test_one_image_alone_in_a_batch_says_which_size_to_change():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3), torch.nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=r"41 training images in batches of 20 .*use e\.g\. batch_size=21, or another"):
+        fit(model, make_data(), Recipe(epochs=1, batch_size=20))
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file is a file, and a training needs a folder"):
+        fit(tiny(), make_data(), RECIPE, folder=tmp_path / "file")

@@ -66,7 +66,7 @@ def test_stopped_at_an_epoch_it_goes_on_as_if_it_had_not(tmp_path):
     assert numbers(begun).equals(numbers(expected.isel(epoch=slice(2)))) and not part.training
     load_snapshot(whole_at_2 := tiny(), tmp_path / "whole", 2)
     assert same_weights(part, whole_at_2)
-    again = tiny(seed=5)
+    again = tiny()
     assert len(fit(again, make_data(), recipe, folder=tmp_path / "part", until=1).epoch) == 2  # further already
     assert same_weights(again, part)
     assert numbers(fit(again, make_data(), recipe, folder=tmp_path / "part")).equals(numbers(expected))
@@ -85,7 +85,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, optimizer):
     with pytest.raises(StopError):
         fit(tiny(), make_data(), recipe, folder=tmp_path, on_epoch=stop_after(1))
     torch.rand(7)
-    resumed = tiny(seed=5)  # its weights come from the folder
+    resumed = tiny()  # its weights come from the folder
     seen = []
     found = fit(
         resumed,
@@ -101,7 +101,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, optimizer):
 
 
 def test_finished_folder_gives_weights_and_history_without_training(tmp_path):
-    model, again = tiny(), tiny(seed=5)
+    model, again = tiny(), tiny()
     expected = fit(model, make_data(), RECIPE, folder=tmp_path)
     stamp = (tmp_path / "checkpoint.pt").stat().st_mtime_ns
     found = fit(again, make_data(), RECIPE, folder=tmp_path, on_epoch=stop_after(1))
@@ -122,7 +122,7 @@ def test_damaged_checkpoint_falls_back_and_says_so(tmp_path):
         fit(tiny(), make_data(), RECIPE, folder=tmp_path, on_epoch=stop_after(2))
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:2000])
-    resumed = tiny(seed=5)
+    resumed = tiny()
     with pytest.warns(UserWarning, match=r"checkpoint.pt .* is damaged.*checkpoint.previous.pt, epoch 1"):
         found = fit(resumed, make_data(), RECIPE, folder=tmp_path)
     assert numbers(found).equals(numbers(expected))
@@ -307,7 +307,7 @@ def test_cuda_trains_resumes_and_leaves_the_random_state(tmp_path):
     before = torch.cuda.get_rng_state()
     with pytest.raises(StopError):
         fit(tiny(), make_data(), recipe, folder=tmp_path, on_epoch=stop_after(1))
-    model = tiny(seed=5)
+    model = tiny()
     found = fit(model, make_data(), recipe, folder=tmp_path)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert next(model.parameters()).is_cuda

@@ -67,13 +67,13 @@ def in_two(name, recipe):
 
 
 def interrupted(rank):
-    """Trained to the end, and taken up again by networks with other weights."""
+    """Trained to the end, and taken up again by fresh networks."""
     folder = Path(sys.argv[2]) / "interrupted"
     recipe = CASES["batch normalisation"][1]
 
     first = network("convmixer_nano")
     fit(first, data(), recipe, folder=folder, group=dist.group.WORLD, progress=False)
-    again = create_model("convmixer_nano", image_size=8, channels=1, num_classes=10, seed=9)
+    again = network("convmixer_nano")
     fit(again, data(), recipe, folder=folder, group=dist.group.WORLD, progress=False)
     return first.state_dict(), again.state_dict(), [type(one).__name__ for one in again.modules()]
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from vitprobe.models import create_model
 from vitprobe.training import Recipe, learning_rate
 from vitprobe.training.optimizer import make_optimizer, parameter_groups
 from vitprobe.training.switches import set_stochastic_depth
@@ -62,6 +63,22 @@ def test_triangular_and_constant_by_hand():
     assert {learning_rate(constant, step, 5) for step in range(10)} == {0.3}
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "cosine_from_start", "triangular", "triangular_tail"])
+@pytest.mark.parametrize("warmup", [0, 0.5, 1.3, 2])
+def test_an_epoch_has_one_rate_after_the_warmup(schedule, warmup):
+    recipe = Recipe(epochs=5, warmup_epochs=warmup, schedule=schedule, schedule_per="epoch", lr=1.0)
+    steps = 10
+    start = round(warmup * steps)
+    rates = [learning_rate(recipe, step, steps) for step in range(5 * steps)]
+    whole = [set(rates[epoch * steps : (epoch + 1) * steps]) for epoch in range(math.ceil(warmup), 5)]
+    assert all(len(found) == 1 for found in whole) and len(set.union(*whole)) == len(whole)
+    assert len(set(rates[start : math.ceil(warmup) * steps])) == (warmup % 1 > 0)
+    if warmup % 1 == 0:
+        by_step = Recipe(**{**recipe.config(), "schedule_per": "step"})
+        first = [epoch * steps for epoch in range(math.ceil(warmup), 5)]
+        assert [rates[step] for step in first] == [learning_rate(by_step, step, steps) for step in first]
+
+
 @given(
     epochs=st.integers(1, 20),
     steps=st.integers(1, 50),
@@ -101,6 +118,18 @@ def test_only_matrices_decay():
     }
     trainable = sum(parameter.requires_grad for parameter in model.parameters())
     assert len(decayed["params"]) + len(free["params"]) == trainable
+
+
+def test_a_module_says_which_of_its_parameters_are_matrices():
+    """ConViT's position vectors are a layer's weight in the published code, and its gates are no matrix."""
+    model = create_model("convit_nano", image_size=8, channels=1, seed=0)
+    decayed, free = parameter_groups(model, Recipe(decay="matrices"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kinds = [{names[id(one)].rpartition(".")[2] for one in group["params"]} for group in (decayed, free)]
+    assert "vector" in kinds[0] and "vector" not in kinds[1] and "gate" in kinds[1]
+    foreign = nn.Linear(2, 2)
+    foreign.matrices = nn.ParameterList([nn.Parameter(torch.ones(2))])  # somebody else's word
+    assert len(parameter_groups(foreign, Recipe(decay="matrices"))[0]["params"]) == 1
 
 
 def test_all_decay_in_one_group():

@@ -71,8 +71,18 @@ def test_no_state_dict_is_said(tmp_path):
 
 def test_a_pickle_that_runs_code_is_not_loaded(tmp_path):
     torch.save(network(), tmp_path / "module.pt")
-    with pytest.raises(Exception, match=r"[Ww]eights.only"):
+    with pytest.raises(ValueError, match=r"weights_only=True \(UnpicklingError\), which runs no code: .*state_dict"):
         load_weights(network(), tmp_path / "module.pt")
+
+
+def test_what_is_no_file_of_weights_is_said(tmp_path):
+    (tmp_path / "garbage.pt").write_bytes(bytes(range(200)))
+    with pytest.raises(ValueError, match=r"garbage.pt cannot be loaded .*it is damaged, or holds more than weights"):
+        load_weights(network(), tmp_path / "garbage.pt")
+    with pytest.raises(ValueError, match=r"is a folder: give the file .*checkpoint.pt"):
+        load_weights(network(), tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load_weights(network(), tmp_path / "gone.pt")
 
 
 def test_evaluation_is_the_mean_over_images():

@@ -19,6 +19,7 @@ _TORCHVISION = {
     "cifar100": ("CIFAR100", "cifar-100-python"),
     "fashion_mnist": ("FashionMNIST", "FashionMNIST/raw"),
 }
+_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}  # and no names of classes
 _IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
@@ -87,6 +88,13 @@ def _folder(argument: str) -> Parts:
         raise FileNotFoundError(f"there is no folder {path}")
     if not (path / "train").is_dir():
         class_names = class_folders(path)
+        splits = [name for name in class_names if name.lower() in _SPLITS]
+        if len(splits) > 1 or len(splits) == len(class_names):  # one among others may be a class: CIFAR-100 has trains
+            raise ValueError(
+                f"{path} has the folders {', '.join(class_names)}, which are splits and no classes: wanted is "
+                f"{path / 'train' / 'CLASS'} beside {path / 'test' / 'CLASS'} (or val), in small letters; or type "
+                f"folder:{path / splits[0]} to hold out a fifth of that one"
+            )
         files, labels = image_files(path, class_names)
         return *hold_out(as_split(decode(files), labels, path), path), class_names
     test_path = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)

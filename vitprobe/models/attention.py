@@ -280,7 +280,13 @@ class GaussianPosition(nn.Module):
 
     The logit is `v_h . r` with `r = (|d|^2, d_x, d_y)`, `d` = key - query in patches, so that
     `v_h = -strength (1, -2 c_x, -2 c_y)` is a bump of inverse width `strength` around the centre `c`.
+
+    Attributes:
+        matrices: names of parameters that are a linear map's weights, whatever they are called, for a trainer that lets
+            matrices decay. The vectors are those of the published code's `pos_proj`, and decay there.
     """
+
+    matrices = ("vector",)
 
     def __init__(self, grid: tuple[int, int], heads: int) -> None:
         super().__init__()

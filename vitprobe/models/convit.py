@@ -132,6 +132,10 @@ def convit(
 ) -> ConViT:
     """ConViT: gated positional self-attention, initialised as a convolution (d'Ascoli et al. 2021).
 
+    Queries, keys and the other linear layers start by Glorot's rule, as in all ViTs here (`init_transformer_`): queries
+    and keys have a standard deviation of 0.059 at 192 channels and 0.039 at 432, where the published code draws them
+    from a truncated normal of 0.02. The content maps are less uniform at the start for it.
+
     Args:
         image_size: `(height, width)` [pixels].
         channels: channels of the images.

@@ -135,6 +135,7 @@ def create_model(
 
     Raises:
         TypeError: if the constructor does not take an option.
+        ValueError: if it takes it, and cannot build a network so.
     """
     constructor = _constructor(name)
     # The signature of a variant is that of its base; a constructor may also pass `**options` on to another library.
@@ -145,7 +146,13 @@ def create_model(
                 raise TypeError(f"model {name!r} takes no option {option!r}; it takes {', '.join(sorted(accepted))}.")
     size = as_pair(_image_size(name) if image_size is None else image_size)
     arguments = dict(image_size=size, channels=channels, num_classes=num_classes, **options)
-    model = _seeded(constructor, arguments, seed)
+    try:
+        model = _seeded(constructor, arguments, seed)
+    except (RuntimeError, ZeroDivisionError) as error:  # PyTorch's words for a width that is none
+        if not options:
+            raise
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise ValueError(f"model {name!r} cannot be built with {given}: {error}.") from error
     model.vitprobe_created = {"name": name, **arguments}  # type: ignore[assignment]
     return model
 

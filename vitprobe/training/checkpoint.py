@@ -21,17 +21,17 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str,
 
     Accepts a state dict, or one inside `{"state_dict": …}` or `{"model": …}`, with or without the `module.`
     and `_orig_mod.` that DataParallel, DDP and `torch.compile` put into the names, on either side. Files are
-    loaded with `weights_only=True`: they cannot run code.
+    loaded with `weights_only=True`: they cannot run code. Those of `fit` are compared with their checksum.
 
     Args:
         model: the model to fill, wrapped or not.
         source: a file, or what was in it.
 
     Raises:
-        ValueError: if the source holds no weights, or names or shapes differ from the model's.
+        ValueError: if the source holds no weights, or damaged ones, or names or shapes differ from the model's.
     """
     where = "the given weights" if isinstance(source, Mapping) else str(source)
-    content = source if isinstance(source, Mapping) else torch.load(source, map_location="cpu", weights_only=True)
+    content = source if isinstance(source, Mapping) else _read(Path(source))
     while isinstance(content, Mapping) and (
         inner := next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), Mapping)), None)
     ):
@@ -56,6 +56,32 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str,
     # Into the model's own, which carries the versions of its modules: some refuse to be loaded without (MNASNet).
     own.update({name: weights.get(key, value) for key, (name, value) in expected.items()})
     model.load_state_dict(own)
+
+
+def _read(path: Path) -> Any:
+    """What a file of weights holds; one of `fit` is compared with its checksum, which older ones lack."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the file of the weights in it, such as {path / CURRENT}.")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:  # not there, or not to be read, as it says
+        raise
+    except Exception as error:  # what is no file of weights can fail in any way; torch would advise to run its code
+        raise ValueError(
+            f"{path} cannot be loaded with weights_only=True ({type(error).__name__}), which runs no code: it is"
+            " damaged, or holds more than weights; write it by torch.save(model.state_dict(), FILE)."
+        ) from error
+    if isinstance(content, dict) and {"model", "epoch", "sha256"} <= content.keys():
+        check_sum(content, path)
+    return content
+
+
+def check_sum(content: dict[str, Any], path: Path) -> None:
+    """Takes the checksum out of what `fit` wrote, and refuses what does not agree with it."""
+    expected = content.pop("sha256", None)  # older ones have none
+    if expected is not None and digest(content) != expected:
+        way_out = f"the same training goes on from {PREVIOUS}" if path.name == CURRENT else "train anew"
+        raise ValueError(f"{path} is damaged, its checksum is another: {way_out}, or take another epoch's weights.")
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,9 +135,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any] | None:
             continue
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
-            expected = content.pop("sha256", None)  # older ones have none
-            if expected is not None and digest(content) != expected:
-                raise ValueError("its checksum is another")
+            check_sum(content, path)
         except Exception as error:  # a damaged file can fail in any way
             failures.append(f"{path} ({type(error).__name__})")
             continue
@@ -161,11 +185,12 @@ def snapshot_file(folder: str | os.PathLike[str], epoch: int) -> Path:
 
 
 def save_snapshot(folder: Path, epoch: int, weights: Mapping[str, Tensor]) -> None:
-    """Writes weights whole or not at all."""
+    """Writes weights and their checksum whole or not at all."""
     path = snapshot_file(folder, epoch)
     path.parent.mkdir(exist_ok=True)
     content = {"model": dict(weights), "epoch": epoch}
-    os.replace(_write(path, lambda file: torch.save(content, file)), path)
+    summed = {**content, "sha256": digest(content)}
+    os.replace(_write(path, lambda file: torch.save(summed, file)), path)
 
 
 def remove_snapshots(folder: Path) -> None:
@@ -184,6 +209,7 @@ def load_snapshot(model: nn.Module, folder: str | os.PathLike[str], epoch: int) 
 
     Raises:
         FileNotFoundError: if the run kept none of that epoch; says of which it did.
+        ValueError: if the file is damaged, or the weights do not fit.
     """
     path = snapshot_file(folder, epoch)
     if not path.exists():
@@ -202,7 +228,7 @@ def require_same(folder: Path, saved: Mapping[str, Any], asked: Mapping[str, Any
         folder: the folder of the run.
         saved: the configuration that the folder was made with.
         asked: the configuration of this call.
-        what: `"recipe"`, `"data"`, `"network"` or `"teacher"`.
+        what: `"recipe"`, `"data"`, `"network"`, `"teacher"` or `"start"`.
 
     Raises:
         ValueError: if any field differs; names each with both values.

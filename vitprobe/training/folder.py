@@ -28,7 +28,10 @@ def only_one(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
     Raises:
         FolderBusyError: if somebody works there, and says who.
+        NotADirectoryError: if it is a file.
     """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file, and a training needs a folder: give another one.")
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, thread_local=False)
     try:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,7 @@ from vitprobe.ranks import Group, Ranks
 from vitprobe.results import provenance, to_json
 from vitprobe.seeds import derive_seed
 from vitprobe.training.checkpoint import (
+    digest,
     load_checkpoint,
     load_weights,
     plain_names,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from vitprobe.data import ImageData
 
 Row = dict[str, float]  # one epoch of the history
+# What the trainings of a network in this process started from: one that was interrupted may be given again as it is.
+_STARTED: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 _STATISTICS = ("running_mean", "running_var")  # the buffers that a training changes; others may hold what they like
 
 HISTORY = {
@@ -74,6 +78,7 @@ def fit(
     on_epoch: Callable[[nn.Module, Row], None] | None = None,
     until: int | None = None,
     epochs_before: int = 0,
+    initial: str | None = None,
     device: torch.device | str | None = None,
     group: Group = None,
     when_busy: Literal["refuse", "wait"] = "refuse",
@@ -103,6 +108,9 @@ def fit(
             folder is further already, nothing is trained, and the model and the history are of where it is.
         epochs_before: how many epochs an earlier phase took by the same seed: order, augmentation and mixing go on
             after them, and do not begin anew. The recipe's schedule does.
+        initial: a name of the initial weights, by which a folder knows that it goes on from them; the sha256 of those
+            of the model unless given. For weights that are computed anew for every call, whose last digits other
+            machines may change. A model that trained in this folder before is always taken.
         device: where to train; `None` is the GPU if there is one, else where the model is.
         group: processes of `torch.distributed` that train together, each calling this with the same arguments and
             an equal model: each takes its part of every batch. Without dropout and stochastic depth, whose draws
@@ -141,7 +149,7 @@ def fit(
         if recipe.distillation:
             stack.enter_context(two_outputs(model))
         stack.enter_context(deterministic(recipe.deterministic))
-        run = _Run(model, data, recipe, where, ranks, teacher, epochs_before)
+        run = _Run(model, data, recipe, where, ranks, teacher, epochs_before, initial)
         if folder is not None:
             run.restore(ranks.from_first(lambda: run.saved(Path(folder))))
         with ranks.together():  # what fails in the first process must not leave the others waiting
@@ -271,9 +279,14 @@ class _Run:
         ranks: Ranks,
         teacher: nn.Module | None,
         epochs_before: int,
+        initial: str | None,
     ) -> None:
         self.model, self.data, self.recipe, self.device, self.ranks = model, data, recipe, device, ranks
         self.epochs_before = epochs_before
+        self.start: dict[str, Any] | None = {
+            "weights": digest(plain_names(model.state_dict())) if initial is None else initial,
+            "epochs_before": epochs_before,
+        }
         self.teacher = None if teacher is None else Teacher(teacher, device)
         size = recipe.batch_size
         self.train = data.loader(
@@ -313,6 +326,7 @@ class _Run:
             "data": self.data_config,
             "network": self.network,
             "teacher": None if self.teacher is None else self.teacher.digest,
+            "start": self.start,
         }
 
     def saved(self, folder: Path) -> dict[str, Any] | None:
@@ -324,15 +338,38 @@ class _Run:
         require_same(folder, Recipe().config() | saved["recipe"], self.recipe.config(), "recipe")
         require_same(folder, saved["data"], self.data_config, "data")
         require_same(folder, saved.get("network", self.network), self.network, "network")  # older ones have none
-        digest = None if self.teacher is None else self.teacher.digest
-        require_same(folder, {"weights": saved.get("teacher")}, {"weights": digest}, "teacher")
+        teacher = None if self.teacher is None else self.teacher.digest
+        require_same(folder, {"weights": saved.get("teacher")}, {"weights": teacher}, "teacher")
+        start = saved.get("start")
+        if start is not None and start != self.start and self.start is not None:  # older ones have none
+            same = {"weights": start["weights"]} if self._trained_here(saved) else {}
+            require_same(folder, start, self.start | same, "start")
         return saved
+
+    def _trained_here(self, saved: dict[str, Any]) -> bool:
+        """Whether the model is no fresh one, but that of this very training."""
+        if saved["start"]["weights"] in _STARTED.get(unwrap(self.model), ()):
+            return True
+        return digest(plain_names(self.model.state_dict())) == digest(saved["model"])
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         if saved is not None:
             load_weights(self.model, saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
             self.history = saved["history"]
+            self.start = saved.get("start")  # not this call's: what an older one started from is not known
+            if len(self.history) < self.recipe.epochs:
+                self._restore_optimizer(saved["optimizer"])
+        if self.start is not None:
+            _STARTED.setdefault(unwrap(self.model), set()).add(self.start["weights"])
+
+    def _restore_optimizer(self, state: dict[str, Any]) -> None:
+        try:
+            self.optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(
+                f"the folder's optimiser is of other parameters than this model's ({error}): freeze and let decay the"
+                " same ones as then (an older vitprobe let fewer decay by decay='matrices'), or delete the folder."
+            ) from error
 
     def keep_snapshot(self, folder: Path) -> None:
         """Keeps the weights of now, if the recipe wants those of this epoch."""
@@ -410,7 +447,7 @@ class _Run:
         """The sum over images that is minimised, and the sums that are told."""
         share = self.recipe.distillation
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16"):
-            with no_unused():
+            with no_unused(), self._sentence_on_one_image(len(images)):
                 output = self.forward(images)
             decisions = None if self.teacher is None else self.teacher.decisions(images)
         logits, distilled = _outputs(output)
@@ -428,6 +465,21 @@ class _Run:
         taught = F.cross_entropy(distilled, decisions, reduction="sum")
         said = torch.stack([loss.detach(), hits.float(), floor, taught.detach()])
         return (1 - share) * loss + share * taught, said
+
+    @contextlib.contextmanager
+    def _sentence_on_one_image(self, images: int) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            if images > 1 or "more than 1 value per channel" not in str(error):
+                raise
+            total, size = sum(self.train.batch_sizes), self.recipe.batch_size
+            better = next(number for number in itertools.count(size + 1) if total % number != 1)
+            raise ValueError(
+                f"one image alone has no statistics for batch normalisation, and {total} training images in batches of"
+                f" {size} (accumulate={self.recipe.accumulate}) leave one alone: use e.g. batch_size={better}, or"
+                " another train_size."
+            ) from error
 
     def _require_finite(self, losses: Tensor, epoch: int, before: int = 0) -> None:
         finite = losses.isfinite()

@@ -67,7 +67,10 @@ class Measurements:
             raise unknown("measurement", name, self.measures)
         files = sorted((self.folder / name).glob("epoch_*.nc"))
         if not files:
-            raise ValueError(f"nothing is measured yet in {self.folder / name}.")
+            raise ValueError(
+                f"nothing is measured yet in {self.folder / name}, and a finished training measures no more: probe its"
+                f" network as it is (vitprobe probe {self.folder.parent}), or train it anew in another folder."
+            )
         parts = [load(file) for file in files]
         # Layers are the same in all epochs, or these are none of one training; what a unit is differs in two phases.
         ds = xr.concat(

@@ -13,6 +13,8 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
     A parameter is a matrix if it has two or more dimensions, is called `…weight` and is not an embedding's:
     class tokens, position codes and relative-bias tables have two dimensions too, but are no map's weights.
+    A module whose matrix goes by another name says so in an attribute `matrices`, a tuple of names of its own
+    parameters (the position vectors of ConViT, which the published code has as a layer's weight, and lets decay).
     Frozen parameters (`requires_grad=False`) are left out.
 
     Args:
@@ -23,16 +25,24 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     if recipe.decay == "all":
         return [{"params": list(trainable.values()), "weight_decay": recipe.weight_decay}]
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    declared = {id(parameter) for module in model.modules() for parameter in _declared(module)}
     matrices: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     for name, parameter in trainable.items():
         is_matrix = parameter.ndim >= 2 and name.endswith("weight") and id(parameter) not in embeddings
-        (matrices if is_matrix else free).append(parameter)
+        (matrices if is_matrix or id(parameter) in declared else free).append(parameter)
     groups = [
         {"params": matrices, "weight_decay": recipe.weight_decay},
         {"params": free, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _declared(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a module calls matrices; an attribute of this name that is anything else is not for us."""
+    names = getattr(module, "matrices", ())
+    own = dict(module.named_parameters(recurse=False))
+    return [own[name] for name in names if name in own] if isinstance(names, tuple) else []
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:

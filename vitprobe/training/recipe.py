@@ -45,7 +45,7 @@ class Recipe:
         lr: the peak learning rate.
         weight_decay: the decay coefficient.
         decay: what decays: `"all"` parameters (Park and Kim 2022), or `"matrices"`: weights with two or more
-            dimensions only, not normalisation, biases, tokens and positions.
+            dimensions only, not normalisation, biases, gates, tokens and positions; but ConViT's position vectors.
         momentum: of `"sgd"`.
         betas: of `"adamw"` and `"adam"`.
         eps: of `"adamw"` and `"adam"`.
@@ -56,7 +56,8 @@ class Recipe:
             `"cosine_from_start"` is a cosine over all epochs of which the warm-up hides the first (timm, DeiT);
             `"triangular_tail"` falls to a 20th of `lr` in two thirds of what the warm-up leaves, then to `min_lr`
             (ConvMixer on CIFAR).
-        schedule_per: whether the rate changes at every `"step"` or `"epoch"` after the warm-up.
+        schedule_per: whether the rate changes at every `"step"` or `"epoch"` after the warm-up; in the rest of an
+            epoch in which a warm-up ends it is `lr`.
         min_lr: the learning rate that the schedule ends at.
         augment: steps of `vitprobe.data.augmentation` joined by +, such as `"crop_flip+rand-m9-n2-mstd1.0+erase-0.25"`.
         repeats: each image comes this many times in a row, augmented differently, and an epoch sees that much fewer

@@ -23,9 +23,9 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
     if recipe.schedule == "constant":
         return recipe.lr
     start = 0 if recipe.schedule == "cosine_from_start" else warmup
-    past = step - start
-    if recipe.schedule_per == "epoch":
-        past -= past % steps_per_epoch
+    # An epoch has the rate of its first step, or that of the warm-up's end, if it ends within it.
+    now = step if recipe.schedule_per == "step" else step - step % steps_per_epoch
+    past = max(now - start, 0)
     if recipe.schedule == "triangular_tail":
         return _with_tail(recipe, (past + 1) / (total - start))
     done = past / (total - start)

@@ -13,6 +13,7 @@ from torch import nn
 
 from vitprobe.calling import evaluation_mode, logits_of
 from vitprobe.results import provenance
+from vitprobe.training.checkpoint import digest, plain_names
 from vitprobe.training.evaluation import device_of
 from vitprobe.training.loop import fit
 from vitprobe.training.recipe import Recipe
@@ -172,8 +173,12 @@ def fit_two_phases(
         on_epoch(model, row | {"epoch": row["epoch"] + recipes[0].epochs})
 
     follow = None if on_epoch is None else count_on
-    before = recipes[0].epochs
-    histories.append(fit(second, data, recipes[1], folder=folders[1], on_epoch=follow, epochs_before=before, **options))
+    # By the first one's weights: what the transfer makes of them may differ in its last digits.
+    start: dict[str, Any] = {
+        "epochs_before": recipes[0].epochs,
+        "initial": f"after {digest(plain_names(first.state_dict()))}",
+    }
+    histories.append(fit(second, data, recipes[1], folder=folders[1], on_epoch=follow, **start, **options))
     phases = [phase for phase, one in zip((FIRST, SECOND), histories, strict=True) for _ in one.epoch]
     histories[1] = histories[1].assign_coords(epoch=histories[1].epoch + recipes[0].epochs)
     both = xr.concat(histories, "epoch", combine_attrs="drop_conflicts", data_vars="minimal", coords="minimal")
