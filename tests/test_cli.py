@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from PIL import Image
 
 import vitprobe as vp
 from vitprobe import cli
@@ -165,6 +166,7 @@ def test_train_probe_show(tmp_path, capsys):
 BARS = """
 import numpy as np
 import xarray as xr
+from PIL import Image
 from matplotlib.figure import Figure
 from vitprobe.results import provenance
 from vitprobe.runs import Run
@@ -340,6 +342,22 @@ def test_claims_of_all_folders(tmp_path, capsys):
     assert [line.split()[0] for line in rows if not line.endswith("not measured")] == ["E3"]
     assert "[a_quick.nc](a_quick.nc)" in (tmp_path / path).read_text()
     assert not (tmp_path / "results" / "toys" / "claims.md").exists()
+
+
+def test_which_images_of_a_folder_are_probed(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for name in ("circle", "square"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(10):
+            pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    arguments = ("probe", "vit_nano", "--data", f"folder:{tmp_path / 'images'}", "-o", "a.nc", "--probes", "fourier")
+    assert call(*arguments, "--device", "cpu") == 0
+    assert "4 images of the test split" in capsys.readouterr().err  # the last fifth of each class
+    assert call(*arguments, "--device", "cpu", "--split", "train", "--images", "6") == 0
+    assert "6 images of the train split" in capsys.readouterr().err and vp.load("a.nc").attrs["images"] == 6
+    assert call(*arguments, "--images", "6") == 2
+    assert "--images=6 wants 3 images of class 0 ('circle') but there are 2" in capsys.readouterr().err
 
 
 def test_claims_of_a_folder_without_verdicts(tmp_path, capsys):

@@ -231,7 +231,7 @@ def probe(
         checkpoint: weights to load into the model.
         data_root: folder of downloaded data sets.
         download: fetch a data set that is not in its folder.
-        split: train or test.
+        split: train or test; of a folder without splits the test is the last fifth of each class, and train the others.
         images: use this many images, balanced over the classes.
         image_size: resize the images to this many pixels a side.
         mean: what the model wants taken off each channel of pixels in 0..1, e.g. 0.485,0.456,0.406; the data set's own
@@ -248,6 +248,7 @@ def probe(
     import torch
 
     from vitprobe.data import load_data
+    from vitprobe.data.split import Split, subset
     from vitprobe.probes import CHANGE_PROBES, FEATURE_PROBES, LOSS_PROBES
     from vitprobe.probes import probe as run_probes
     from vitprobe.results import save
@@ -272,10 +273,15 @@ def probe(
     require_device(device)
     if split not in ("train", "test"):
         raise ValueError(f"split is train or test, not {split!r}.")
-    size = {"train": None, "test": None} | {split: images}
-    image_data = load_data(data, root=data_root, download=download, train_size=size["train"], test_size=size["test"])
+    image_data = load_data(data, root=data_root, download=download)
+    chosen: Split = getattr(image_data, split)
+    if images is not None:
+        chosen = subset(chosen, images, image_data.class_names, "--images")
+    print(f"{len(chosen)} images of the {split} split of {data}", file=sys.stderr)
     image_data = dataclasses.replace(
         image_data,
+        train=chosen if split == "train" else image_data.train,
+        test=chosen if split == "test" else image_data.test,
         mean=image_data.mean if mean is None else _numbers("mean", mean),
         std=image_data.std if std is None else _numbers("std", std),
     )
