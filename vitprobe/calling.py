@@ -1,5 +1,6 @@
 """Calling any model: batches in, logits out, and the model handed back as it was."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -253,16 +254,37 @@ def to_model(batch: Any, model: nn.Module) -> Any:
     if parameter is None:
         return batch
 
-    def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(parameter.device, parameter.dtype if value.is_floating_point() else None)
-        if isinstance(value, Mapping):
-            return {key: move(item) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return [move(item) for item in value]
-        return value
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(parameter.device, parameter.dtype if tensor.is_floating_point() else None)
 
-    return move(batch)
+    return change_tensors(batch, move)
+
+
+def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest of tuples, lists and mappings, of the same types, with every tensor changed.
+
+    Args:
+        value: the nest.
+        change: of one tensor.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        items = {key: change_tensors(item, change) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        try:
+            same: Any = copy.copy(value)
+            for key, item in items.items():
+                same[key] = item
+        except (TypeError, RuntimeError):  # one that is read only, or all of whose tensors have to have one size
+            return items
+        return same
+    if isinstance(value, tuple | list):
+        parts = [change_tensors(item, change) for item in value]
+        # A named tuple takes its fields one by one.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -318,16 +340,10 @@ def first_images(batch: Any, count: int) -> Any:
     """The same batch with its first `count` images only."""
     size = len(images_of(batch))
 
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[:count] if value.ndim and len(value) == size else value
-        if isinstance(value, Mapping):
-            return {key: cut(item) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return [cut(item) for item in value]
-        return value
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[:count] if tensor.ndim and len(tensor) == size else tensor
 
-    return cut(batch)
+    return change_tensors(batch, cut)
 
 
 def logits_of(output: Any) -> Tensor:

@@ -59,6 +59,7 @@ def test_operations_around_it_decide_between_two_readings():
     shape = (2, 14, 14, 14)
     assert infer_layout(shape, batch=2, image=SQUARE, channels_last=True) == Layout("bhwc", (14, 14))
     assert infer_layout(shape, batch=2, image=SQUARE, channels_last=False) == Layout("bchw", (14, 14))
+    assert infer_layout((2, 8, 8, 32), batch=2, image=SQUARE, channels_last=False) is None  # not 8x8 of 32 channels
 
 
 @given(

@@ -346,6 +346,21 @@ def test_heads_before_the_batch_are_refused_and_not_mixed_up():
     assert found.skipped == ("TinyViT: maps of shape (4, 2, 16, 16) are not those of 2 images of 4x4 patches",)
 
 
+@pytest.mark.parametrize(
+    "pattern", ["b h n d -> (h b) n d", "b h n d -> h b n d"], ids=["on one axis", "as many heads as images"]
+)
+def test_heads_before_the_batch_are_no_images(pattern):
+    """Two heads and two images: the shape of the maps does not tell which is which."""
+
+    def head_first(q, k, v):
+        q, k, v = (rearrange(x, pattern) for x in (q, k, v))
+        return rearrange(soft(q, k) @ v, f"{pattern.split('-> ')[1]} -> b h n d", h=2)
+
+    found, maps, _ = watched(TinyViT(head_first, heads=2), torch.randn(2, 3, 16, 16))
+    shape = (4, 16, 16) if "(h b)" in pattern else (2, 2, 16, 16)
+    assert maps == [] and found.skipped == (f"TinyViT: maps of shape {shape} have heads or windows before images",)
+
+
 def test_maps_mixed_after_the_softmax_are_reported():
     class TalkingHeads(nn.Module):
         def __init__(self):
@@ -360,6 +375,108 @@ def test_maps_mixed_after_the_softmax_are_reported():
     assert maps == []
     assert [unit.kind for unit in found.units] == ["stem", "msa", "mlp"]
     assert found.skipped == ("net#2: activations multiply each other, but no map's rows sum to one",)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_a_kernel_without_maps():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    model = TinyViT(flex_attention)
+    with untouched(model):
+        found = plan(model, torch.randn(2, 3, 16, 16))
+    assert [unit.kind for unit in found.units] == ["stem", "msa", "mlp"]
+    assert found.attends and found.attentions == ()
+    (reason,) = found.skipped
+    assert reason.startswith("TinyViT: no attention map was seen in it")
+
+
+def linear(q, k, v):
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+def linear_einsum(q, k, v):
+    context = torch.einsum("bhnd,bhne->bhde", k.softmax(-2), v)
+    return torch.einsum("bhnd,bhde->bhne", q.softmax(-1), context)
+
+
+@pytest.mark.parametrize("attend", [linear, linear_einsum])
+@pytest.mark.parametrize("width", [TOKENS, TOKENS // 2], ids=["as many channels as tokens", "fewer channels"])
+def test_linear_attention_is_over_channels(attend, width):
+    """Its keys sum to one over tokens, and its queries over channels: neither is a map between patches."""
+    found, maps, _ = watched(TinyViT(attend, dim=HEADS * width), torch.randn(2, 3, 16, 16))
+    assert maps == [] and [unit.kind for unit in found.units] == ["stem", "msa", "mlp"]
+    assert found.skipped == (
+        f"TinyViT: a map of {width}x{TOKENS} is over channels, not over tokens",
+        f"TinyViT#2: {TOKENS} queries attend to {width} keys that lie nowhere in the image (channels, latents)",
+    )
+
+
+class Queries(nn.Module):
+    """Learned queries, as many as a grid of 3x3, that ask the patches and then each other."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.embed, self.queries = nn.Conv2d(3, 12, 4, 4), nn.Parameter(torch.randn(1, 9, 12))
+        self.fixed, self.cross, self.self_attention = attention(), attention(), attention()
+        self.mlp = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+        self.boxes, self.classes = nn.Linear(12, 4), nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.embed(x).flatten(2).mT
+        x = x + self.mlp(x)
+        y = self.queries.expand(len(x), -1, -1)
+        y = y + self.fixed(y, y, y)[0]
+        y = y + self.cross(y, x, x)[0]
+        y = y + self.self_attention(y, y, y)[0]
+        y = y + self.mlp(y)
+        return self.classes(y), self.boxes(y)
+
+
+class FusedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, q, k, v):
+        parts = (rearrange(x, "b n (h d) -> b h n d", h=HEADS) for x in (self.query(q), self.key(k), self.value(v)))
+        return (rearrange(F.scaled_dot_product_attention(*parts), "b h n d -> b n (h d)"),)
+
+
+class WrittenAttention(FusedAttention):
+    def forward(self, q, k, v):
+        return (soft(self.query(q), self.key(k)) @ self.value(v),)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [lambda: nn.MultiheadAttention(12, HEADS, batch_first=True), FusedAttention, WrittenAttention],
+    ids=["multi-head function", "fused", "matmul"],
+)
+def test_object_queries_are_no_patches(attention):
+    found, maps, _ = watched(Queries(attention), torch.randn(2, 3, 16, 16))
+    assert maps == []
+    assert [(unit.kind, unit.layout.grid) for unit in found.units] == [("stem", (4, 4)), ("mlp", (4, 4))]
+    assert found.skipped[0] == "Queries and 1 more: no token lies anywhere in the image (object queries, latents)"
+    assert found.skipped[1].startswith("cross: ")
+    assert found.skipped[2].startswith("self_attention: 9 tokens attend to each other that lie nowhere")
+
+
+@pytest.mark.parametrize("product", ["fused", "multi-head function"])
+def test_codes_of_positions_ask_each_other_of_the_patches(product):
+    """No image is in the map, and all of it in the values."""
+    codes = torch.randn(1, TOKENS, 12)
+
+    class Fixed(TinyMHA):
+        def forward(self, x):
+            x = self.embed(x).flatten(2).mT
+            code = codes.expand(len(x), -1, -1)
+            fused = product == "fused"
+            y = F.scaled_dot_product_attention(code, code, x) if fused else self.attention(code, code, x)[0]
+            return self.head((x + y).mean(1))
+
+    found, *_ = watched(Fixed(), torch.randn(2, 3, 16, 16))
+    assert [(site.grid, site.prefix, site.positions) for site in found.attentions] == [((4, 4), 0, None)]
+    assert [unit.kind for unit in found.units] == ["stem", "msa"] and found.skipped == ()
 
 
 def test_products_that_are_no_attention_are_left_alone():

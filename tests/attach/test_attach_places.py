@@ -176,3 +176,189 @@ def test_hiera_is_unrolled_as_it_says():
     assert stem.grid == (16, 16)
     np.testing.assert_array_equal(np.array(stem.order), order.argsort())
     assert not any("blocks.0.attn:" in reason for reason in found.skipped)
+
+
+class Tokens(nn.Module):
+    """Attention over the coordinates of the patches, after something was done to the tokens.
+
+    Args:
+        change: of the tokens `(image, token, channel)`; one for being a patch is their last channel.
+        patch: rows and columns of a patch [pixels].
+    """
+
+    def __init__(self, change=lambda x: x, patch=(2, 2)):
+        super().__init__()
+        self.embed, self.mlp = nn.Conv2d(3, 3, patch, patch, groups=3, bias=False), nn.Linear(3, 3)
+        nn.init.constant_(self.embed.weight, 1 / math.prod(patch))
+        self.change = change
+
+    def forward(self, x):
+        x = self.change(self.embed(x).flatten(2).mT)
+        self.seen = x.clone()
+        self.maps = (x @ x.mT).softmax(-1)
+        x = x + 0 * (self.maps @ x)
+        return (x + 0 * self.mlp(x)).mean(1)
+
+    def nonlocality(self):
+        """Of the maps as they were, where the tokens say that they lie."""
+        real = self.seen[..., 2] > 0.5
+        rows = self.maps * real[:, None]
+        apart = (rows * torch.cdist(self.seen[..., :2], self.seen[..., :2])).sum(-1) / rows.sum(-1)
+        return float(apart[real].mean())
+
+
+def around(x, *, before=0, after=0, order=None):
+    """Tokens of zeros, which are no patches, around the patches in some order."""
+    other = torch.zeros(1, 1, x.shape[-1]).expand(len(x), -1, -1)
+    return torch.cat([*before * [other], x if order is None else x[:, order], *after * [other]], 1)
+
+
+SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(after=1),
+        dict(before=1, after=3),
+        dict(before=1, order=SHUFFLED),
+        dict(after=2, order=SHUFFLED),
+    ],
+    ids=["class token last", "detection tokens last", "class token before shuffled", "registers after shuffled"],
+)
+def test_tokens_that_are_no_patches_lie_anywhere(options):
+    model = Tokens(lambda x: around(x, **options))
+    x = coordinates(4, 6)
+    ds = nonlocality(model, x, progress=False)
+    assert float(ds.nonlocality.squeeze()) == pytest.approx(model.nonlocality(), rel=1e-5)
+    others = options.get("before", 0) + options.get("after", 0)
+    assert ds.prefix.item() == others and (ds.grid_h.item(), ds.grid_w.item()) == (4, 6)
+    shown = []
+    with untouched(model):
+        found = plan(model, x)
+        Watch(model, found, on_unit=lambda unit, a: shown.append(a))(lambda m, b: m(b), model, x)
+    truth = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij"), -1)
+    for activation in shown:
+        torch.testing.assert_close(activation.patches[..., :2], truth.expand(2, -1, -1, -1))
+        assert activation.prefix.shape == (2, others, 3) and not activation.prefix.any()
+
+
+@pytest.mark.parametrize(("patch", "grid"), [((1, 4), (8, 6)), ((4, 1), (2, 24)), ((2, 4), (4, 6))])
+@pytest.mark.parametrize("classes", [0, 1])
+def test_a_grid_need_not_have_the_shape_of_the_image(patch, grid, classes):
+    model = Tokens(lambda x: around(x, before=classes), patch)
+    x = torch.randn(2, 3, 8, 24)
+    with untouched(model):
+        found = plan(model, x)
+    assert {(unit.layout.grid, unit.layout.prefix) for unit in found.units} == {(grid, classes)}
+    (site,) = found.attentions
+    assert (site.grid, site.prefix, site.positions) == (grid, classes, None) and found.skipped == ()
+
+
+class Strides(nn.Module):
+    """A convolutional network that halves the rows alone, twice; its 8x32 places of 8 channels fit 8x8 of 32, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.same = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 1, 1)
+        self.down = nn.Sequential(nn.Conv2d(8, 8, 3, (2, 1), 1), nn.ReLU(), nn.Conv2d(8, 8, 3, (2, 1), 1))
+        self.last, self.head = nn.Conv2d(8, 8, 3, 1, 1), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = self.down(x + self.same(x))
+        x = x + self.last(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_strides_of_rows_alone():
+    model = Strides()
+    with untouched(model):
+        units = plan(model, torch.randn(2, 3, 64, 64)).units
+    assert [unit.layout.grid for unit in units] == [(32, 32)] * 2 + [(8, 32)] * 2
+    assert {(unit.layout.axes, unit.channels) for unit in units} == {("bchw", 8)}
+
+
+@pytest.mark.parametrize("by", ["order", "drop"])
+def test_tokens_of_which_each_image_keeps_others_are_no_grid(by):
+    """16 tokens of 24 make a grid of nothing, nor do all of them in an order of their own."""
+
+    def change(x):
+        order = torch.stack([torch.randperm(24, generator=torch.Generator().manual_seed(i)) for i in range(len(x))])
+        kept = order[:, : 24 if by == "order" else 16]
+        return x.gather(1, kept[..., None].expand(-1, -1, 3))
+
+    model = Tokens(change)
+    with untouched(model):
+        found = plan(model, coordinates(4, 6))
+    assert [unit.kind for unit in found.units] == ["stem"] and found.attentions == ()
+    units, maps = found.skipped
+    assert units.startswith("Tokens and 1 more: the tokens fill no grid")
+    assert maps == f"Tokens: the {24 if by == 'order' else 16} tokens fill no grid: they lie elsewhere in each image"
+
+
+def test_tokens_that_every_image_drops_alike_are_no_grid():
+    model = Tokens(lambda x: x[:, SHUFFLED[:16].sort().values])
+    with untouched(model):
+        found = plan(model, coordinates(4, 6))
+    assert len(found.units) == 1 and found.attentions == ()
+    assert found.skipped[1] == "Tokens: the 16 tokens fill no grid"
+
+
+@pytest.mark.parametrize("kernel", [dict(kernel_size=7, stride=4, padding=2), dict(kernel_size=(3, 5), padding=(1, 2))])
+def test_unfolded_patches_lie_where_their_windows_do(kernel):
+    """Overlapping ones, too, and those at the border, part of which is padding."""
+    unfold = nn.Unfold(**{"stride": 4, **kernel})
+    model = Tokens(lambda x: x, (1, 1))
+    model.embed = nn.Sequential(unfold, nn.Unflatten(2, (4, -1)), nn.LazyConv2d(3, 1))
+    x = torch.randn(2, 3, 16, 24)
+    model(x)
+    with untouched(model):
+        found = plan(model, x)
+    assert [unit.layout.grid for unit in found.units] == [(4, 6)] * len(found.units)
+    assert [(site.grid, site.positions) for site in found.attentions] == [((4, 6), None)]
+
+
+class Attend(nn.Module):
+    """Attention of tokens to each other, which stay in `seen`."""
+
+    def forward(self, x):
+        self.seen = x.clone()
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Twice(nn.Module):
+    """Two attentions in modules of their own, over patches and other tokens `around` them."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.embed, self.options = nn.Conv2d(3, 3, 2, 2), options
+        self.attend = nn.ModuleList([Attend(), Attend()])
+
+    def forward(self, x):
+        x = around(self.embed(x).flatten(2).mT, **self.options)
+        for attend in self.attend:
+            x = x + attend(x)
+        return x.mean(1)
+
+
+@pytest.mark.parametrize("options", [dict(after=1), dict(before=1, order=SHUFFLED)], ids=["last", "before shuffled"])
+def test_patch_embeddings_come_in_the_place_of_the_patches(options):
+    """In every layer, and the class token stays what it is there."""
+    model, x = Twice(**options), torch.randn(2, 3, 8, 12)
+    with untouched(model):
+        found = plan(model, x)
+        watch = Watch(model, found, on_attention=lambda site, maps: None, inputs="patch embedding")
+        watch(lambda m, b: m(b), model, x)
+    first, second = (attend.seen for attend in model.attend)
+    other = 0 if "before" in options else 24
+    patches = [token for token in range(25) if token != other]
+    assert torch.equal(second[:, patches], first[:, patches]) and second[:, other].any() and not first[:, other].any()
+
+
+def test_attention_without_a_module_of_its_own_has_no_input_to_change():
+    model, x = Tokens(), coordinates(4, 6)
+    with untouched(model):
+        watch = Watch(model, plan(model, x), on_attention=lambda site, maps: None, inputs="patch embedding")
+        with pytest.raises(ValueError, match="Tokens is called before the patches are embedded; use inputs='layer'"):
+            watch(lambda m, b: m(b), model, x)

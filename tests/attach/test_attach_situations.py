@@ -7,8 +7,10 @@ import copy
 import json
 import re
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -261,6 +263,38 @@ def test_dict_batch(plain):
     batch = {"pixel_values": X, "labels": Y}
     assert_numbers(measure(Keywords(convit()), [batch]), plain["attention"])
     assert list(batch) == ["pixel_values", "labels"]
+
+
+class Labelled(NamedTuple):
+    """A batch whose images go by name."""
+
+    label: Tensor
+    image: Tensor
+
+
+class Features(UserDict):
+    """A mapping whose items are attributes too, as a processor of transformers gives it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.data[name]
+
+
+BATCHES = {
+    "named tuple": Labelled(Y, X),
+    "mapping with attributes": Features(image=X, label=Y),
+    "read-only mapping": MappingProxyType({"image": X, "label": Y}),
+    "nest": (Labelled(Y, X), [Y]),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_of_the_users_own_types_reach_forward(kind, plain):
+    """As they are: by attribute, where they have any, in the traced pass as in all others."""
+    batch = BATCHES[kind]
+    images = {"read-only mapping": lambda b: b["image"], "nest": lambda b: b[0].image}.get(kind, lambda b: b.image)
+    ds = vp.fourier(convit(), [batch], forward=lambda model, b: model(images(b)), progress=False)
+    assert_numbers({"fourier": ds}, {"fourier": plain["attention"]["fourier"]})
+    assert images(batch) is X
 
 
 @pytest.mark.parametrize("kind", [list, tuple])

@@ -433,3 +433,118 @@ def test_pattern_that_matches_no_image_says_so():
 def test_unmatched_pattern_names_the_modules():
     with pytest.raises(ValueError, match=r"no module .* matches layers='block\.\*'; it has embed, attention, .*head"):
         find(TinyMHA(), (16, 16), layers=["embed", "block.*"])
+
+
+class Branch(nn.Module):
+    """One residual branch over a 4x4 grid of patches, between two MLPs."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.embed, self.mlp, self.head = nn.Conv2d(3, 12, 4, 4), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.recurrent = nn.ModuleDict({
+            "lstm": nn.LSTM(12, 6, bidirectional=True, batch_first=True),
+            "gru": nn.GRU(12, 12, batch_first=True),
+        })
+        self.mix = mix
+
+    def forward(self, x):
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        x = x + self.mlp(x)
+        x = x + self.mlp(self.mix(self, x))
+        return self.head((x + self.mlp(x)).mean(1))
+
+
+def fourier_filter(model, x):
+    spectrum = torch.fft.rfft2(x.unflatten(1, (4, 4)), dim=(1, 2))
+    return torch.fft.irfft2(spectrum * torch.rand(4, 3, 12), s=(4, 4), dim=(1, 2)).flatten(1, 2)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        fourier_filter,
+        lambda model, x: torch.fft.fft(x, dim=1).real,
+        lambda model, x: model.recurrent["lstm"](x)[0],
+        lambda model, x: model.recurrent["gru"](x)[0],
+        lambda model, x: x.cumsum(1) / 16,
+        lambda model, x: torch.roll(x.unflatten(1, (4, 4)), (1, -1), (1, 2)).flatten(1, 2),
+    ],
+    ids=["global filter", "Fourier transform", "LSTM", "GRU", "cumulative sum", "shift"],
+)
+def test_what_mixes_positions_without_a_kernel_is_no_mlp(mix):
+    found = find(Branch(mix), (16, 16))
+    assert [unit.kind for unit in found.units] == ["stem", "mlp", "conv", "mlp"]
+    assert {unit.layout.grid for unit in found.units} == {(4, 4)}
+
+
+class UShaped(nn.Module):
+    """An encoder and a decoder of convolutions with a connection around both, residual blocks inside or not."""
+
+    def __init__(self, residual):
+        super().__init__()
+        self.residual = residual
+        self.stem, self.down, self.up = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 2, 2), nn.ConvTranspose2d(8, 8, 2, 2)
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.join, self.head = nn.Conv2d(16, 8, 1), nn.Conv2d(8, 2, 1)
+
+    def block(self, index, x):
+        y = self.blocks[index](x).relu()
+        return x + y if self.residual else y
+
+    def forward(self, x):
+        around = self.block(0, self.stem(x))
+        x = self.block(2, self.block(1, self.down(around)))
+        return self.head(self.join(torch.cat([self.up(x), around], 1)))
+
+
+@pytest.mark.parametrize(("residual", "inside"), [(True, "2 residual branches"), (False, "4 convolutions in a row")])
+def test_what_lies_inside_of_one_unit_is_told(residual, inside):
+    found = find(UShaped(residual), (16, 16))
+    (told,) = found.skipped
+    assert f"one unit with {inside} inside, since something leads around them" in told
+    assert told.split(":")[0] in [unit.name for unit in found.units]
+
+
+def test_one_convolution_outside_is_told():
+    class TwoOutputs(nn.Module):
+        """A residual network of two heads, before one of which there is one more convolution."""
+
+        def __init__(self):
+            super().__init__()
+            self.stem, self.block, self.more = (nn.Conv2d(k, 8, 3, padding=1) for k in (3, 8, 8))
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.stem(x)
+            x = x + self.block(x)
+            return self.head(x.mean((2, 3))) + self.head(self.more(x).mean((2, 3)))
+
+    (told,) = find(TwoOutputs(), (16, 16)).skipped
+    assert told.startswith("1 convolutions and attentions after TwoOutputs are in no unit")
+
+
+class Stages(nn.Module):
+    """Gives the features of each of its stages, as backbones do."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Conv2d(k, 8, 3, 2, 1) for k in (3, 8, 8))
+        self.give = give
+
+    def forward(self, x):
+        features = []
+        for stage in self.stages:
+            x = stage(x)
+            features.append(x)
+        return self.give(features)
+
+
+@pytest.mark.parametrize("give", [list, tuple, lambda features: dict(enumerate(features))])
+def test_features_of_which_the_first_was_taken(give):
+    found = find(Stages(give), (16, 16))
+    assert found.skipped[0] == (
+        "of the 3 tensors that the model returned, one of shape (2, 8, 8, 8) was taken for its output, and layers that "
+        "lead to others alone are in no unit: forward=lambda m, b: m(b)[-1] takes the last"
+    )
+    whole = find(Stages(list), (16, 16), forward=lambda m, b: m(b)[-1])
+    assert len(whole.units) == 3 > len(found.units) and whole.skipped == ()

@@ -606,7 +606,7 @@ MODELS: dict[str, Model] = {
         units="16x16+1: stem msa mlp; 8x8+1: subsample msa mlp conv msa mlp; 4x4+1: subsample msa mlp; "
         "2x2+1: subsample msa mlp",
         maps=[],
-        skipped={"attend to": 5},
+        skipped={"over channels": 5},
         refused=NO_MAPS,
         taps=inputs("serial_blocks*.*.norm[12]", "patch_embed[234]", "norm4") + outputs("serial_blocks2.0"),
     ),
@@ -878,6 +878,7 @@ MODELS: dict[str, Model] = {
         timm_class("densenet.DenseNet", growth_rate=8, block_config=(2, 2, 2, 2)),
         units="16x16: stem conv; 8x8: subsample conv; 4x4: subsample conv; 2x2: subsample conv",
         maps=[],
+        skipped={"2 convolutions in a row": 4},
         refused=NO_ATTENTION,
         taps=outputs("features.pool0", "features.transition*.norm", "features.transition*", "features.norm5"),
     ),

@@ -32,6 +32,7 @@ WORDS = {
     "different places": "queries and keys at different places",
     "over channels": "over channels",
     "more than one position": "no one stream",
+    "convolutions in a row": "several convolutions in one unit",
     "something leads around": "several attentions in one unit",
     "no attention map was seen": "linear attention",
 }

@@ -236,7 +236,8 @@ def test_layers_by_pattern():
 
 
 def test_prefix_can_be_given():
-    # Eight registers and a class token before 4x4 patches are 25 tokens, which are 5x5 just as well.
+    # Eight registers and a class token before 4x4 patches are 25 tokens, which are 5x5 just as well; where the pixels
+    # of each token are followed, no number has to be guessed, and a given one is obeyed.
     class Undeclared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -245,11 +246,9 @@ def test_prefix_can_be_given():
         def forward(self, x):
             return self.net(x)
 
-    inferred = measure(Undeclared(), images())
-    given = measure(Undeclared(), images(), prefix=9)
-    for name in inferred:
-        assert set(zip(inferred[name].grid_h.values, inferred[name].prefix.values, strict=True)) == {(5, 0)}
-        assert set(zip(given[name].grid_h.values, given[name].prefix.values, strict=True)) == {(4, 9)}
+    for options, expected in (({}, (4, 9)), ({"prefix": 9}, (4, 9)), ({"prefix": 0}, (5, 0))):
+        for ds in measure(Undeclared(), images(), **options).values():
+            assert set(zip(ds.grid_h.values.tolist(), ds.prefix.values.tolist(), strict=True)) == {expected}
 
 
 # --- models as they come ----------------------------------------------------------------------------

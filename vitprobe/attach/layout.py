@@ -64,7 +64,8 @@ class Layout:
     def split(self, x: Tensor) -> Activation:
         """Patches and prefix tokens of a tensor that has the batch on its first axis."""
         if self.order is not None:
-            return Activation(x[:, list(self.order)].unflatten(1, self.grid), x[:, : self.prefix])
+            others = sorted(set(range(x.shape[1])) - set(self.order))[: self.prefix]
+            return Activation(x[:, list(self.order)].unflatten(1, self.grid), x[:, others])
         if self.axes == "bhwc":
             return Activation(x, x.new_empty(len(x), 0, x.shape[-1]))
         if self.axes == "bchw":
@@ -94,10 +95,8 @@ def infer_layout(
     """
     if len(shape) == 4 and shape[0] == batch:
         options = [Layout("bchw", (shape[2], shape[3])), Layout("bhwc", (shape[1], shape[2]))]
-        options = [option for option in options if similar(option.grid, image)]
-        if len(options) == 2:
-            return options[1] if channels_last else options[0]
-        return options[0] if options else None
+        known = options if channels_last is None else options[channels_last:][:1]
+        return next((option for option in known if similar(option.grid, image)), None)
     if len(shape) == 3 and batch in shape[:2]:
         axes: Literal["bnc", "nbc"] = "bnc" if shape[0] == batch else "nbc"
         found = token_grid(shape[1] if axes == "bnc" else shape[0], image, prefix=prefix, declared=declared)
@@ -110,6 +109,8 @@ def arranged(
 ) -> Layout | None:
     """The layout of an activation whose tokens are known to lie at given places; `layout` where they agree with it.
 
+    `None` where they fill no grid: tokens that were dropped, that lie elsewhere in every image, or at no place at all.
+
     Args:
         places: coordinates `y + ix` of its tokens, its own shape without channels; NaN for no place.
         channel: the axis that the channels were.
@@ -117,24 +118,58 @@ def arranged(
         image: `(height, width)` of the images [pixels].
         layout: what its shape alone tells.
     """
+    second = places.ndim == 2 and places.shape[0] != batch == places.shape[1] and _alike(places.T)
+    if second:
+        places = places.T
     if not places.ndim or places.shape[0] % batch:
         return layout
-    first = places[: places.shape[0] // batch].ravel()
-    if layout is not None and layout.axes == "nbc":
-        return layout
+    images = places.reshape(batch, -1)
+    first = images[0]
+    if scattered(first) or not _alike(images):
+        return None
     found = Raster.of(first)
-    if found is None or not similar(found.grid, image):
+    if found is None:
         return layout
+    if not _cover(first, image):
+        return layout if layout is not None and layout.grid == found.grid else None
     prefix = int(np.isnan(first).sum()) if places.ndim == 2 else 0
     order = found.order()
     plain = bool((order == prefix + np.arange(order.size)).all())
-    if layout is not None and plain and layout.grid == found.grid:
-        return layout
-    if places.ndim == 2 and layout is not None and layout.axes == "bnc":
-        return Layout("bnc", found.grid, prefix, None if plain else tuple(map(int, order)))
+    if places.ndim == 3 and plain and places.shape == (batch, *found.grid):
+        return Layout("bchw" if channel == 1 else "bhwc", found.grid)
+    if places.ndim == 2 and len(places) == batch and channel == -1:
+        return Layout("nbc" if second else "bnc", found.grid, prefix, None if plain else tuple(map(int, order)))
     if found.grid == (1, 1):
         return layout
     return Layout("blocks", found.grid, 0, tuple(map(int, order)), channel, first.size)
+
+
+def scattered(places: np.ndarray) -> bool:
+    """Whether coordinates are known to fill no grid, be its rows and columns evenly spaced or not.
+
+    Several tokens at a place, as after pooling and spreading, tell nothing of it.
+    """
+    present = np.round(places[~np.isnan(places)], 1)
+    if np.unique(present).size < present.size:
+        return False
+    return not present.size or np.unique(present.real).size * np.unique(present.imag).size != present.size
+
+
+def _alike(images: np.ndarray) -> bool:
+    """Whether the tokens of all images lie at the same places."""
+    return bool(np.allclose(images, images[:1], atol=0.5, equal_nan=True))
+
+
+def _cover(places: np.ndarray, image: tuple[int, int]) -> bool:
+    """Whether coordinates lie over a whole image, less what is lost at its borders, and not over a part of it."""
+    for values, side in zip((places.real, places.imag), image, strict=True):
+        present = np.unique(np.round(values[~np.isnan(values)], 2))
+        # A single row stands for what it is the middle of.
+        alone = 2 * min(present[0] + 0.5, side - 0.5 - present[0])
+        extent = present[-1] - present[0] + np.diff(present).min() if present.size > 1 else alone
+        if extent <= side / 2:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -174,7 +209,7 @@ def _steps(values: np.ndarray) -> np.ndarray | None:
     if not present.size:
         return None
     gaps = np.diff(present)
-    spacing = gaps.min() if gaps.size else 1.0
+    spacing = gaps[gaps < gaps.min() + 0.1].mean() if gaps.size else 1.0  # each is rounded
     steps = (values - present[0]) / spacing
     whole = np.round(steps)
     return whole if np.nanmax(np.abs(steps - whole)) < 0.05 else None

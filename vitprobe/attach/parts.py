@@ -1,6 +1,6 @@
 """What a forward pass consists of: units of the residual stream, attention maps, and the patches' embedding."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,7 +55,7 @@ class AttentionSite:
         depth: depth of that unit, whichever units `layers` chose; NaN if it belongs to none.
         heads: number of heads.
         grid: rows and columns of patches that attend to each other (the window's, for windowed attention).
-        prefix: class, distillation and register tokens before them.
+        prefix: class, distillation and register tokens, before them unless `positions` says where.
         windows: windows in an image; 1 for global attention.
         event: when it is applied.
         source: how to get the map.
@@ -103,8 +103,10 @@ class Embedding:
         event: the return of the module that makes it.
         layout: how it holds the image.
         prefix: tokens that join it later.
+        orders: where the patches lie among so many tokens, row by row, if not so after the prefix tokens.
     """
 
     event: Event
     layout: Layout
     prefix: int
+    orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

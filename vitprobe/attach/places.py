@@ -8,6 +8,7 @@ applies the shadow is lost, and shapes have to do.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ REARRANGING = {
     "stack", "index_select", "gather", "take_along_dim", "pixel_shuffle", "pixel_unshuffle", "unfold", "t",
     "adjoint", "__get__",
 }  # fmt: skip
+MARGIN = 64  # added to the coordinates, which padding makes negative, so that their sign is free for something else
 POOLS = {F.avg_pool2d, F.max_pool2d}
 REDUCING = {"mean", "sum", "amax", "amin", "max", "min", "median"}
 RESIZING = {F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate}
@@ -50,7 +52,10 @@ class Places:
         # Weak keys: a shadow lives as long as its activation.
         self._shadows: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._tokens: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by shadow, which many activations share
-        self._shadows[images] = torch.complex(*torch.meshgrid(y, x, indexing="ij")).expand(images.shape)
+        shadow = torch.complex(*torch.meshgrid(y + MARGIN, x + MARGIN, indexing="ij"))
+        # The first image's coordinates are positive, the others' negative: what is linear leaves it so.
+        signs = torch.tensor([1.0] + [-1.0] * (len(images) - 1), device=images.device)
+        self._shadows[images] = (signs[:, None, None, None] * shadow).expand(images.shape)
 
     def follow(self, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """Give what an operation returned its shadows.
@@ -86,16 +91,18 @@ class Places:
         if shadow is None or shadow.ndim < 2:
             return None
         if shadow not in self._tokens:
-            axis = next((axis for axis in (-1, 1) if _uniform(shadow, axis)), None)
-            self._tokens[shadow] = None if axis is None else (shadow.select(axis, 0).cpu().numpy(), axis)
+            axes = sorted((-1, 1), key=lambda axis: shadow.shape[axis] == 1)  # one alone is like itself
+            axis = next((axis for axis in axes if _uniform(shadow, axis)), None)
+            self._tokens[shadow] = None if axis is None else (_coordinates(shadow.select(axis, 0)), axis)
         return self._tokens[shadow]
 
     def of_attention(
         self, source: MapSource, func: Callable, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """The coordinates of the queries `(..., query)` and of the keys `(..., key)` of an attention map.
+    ) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+        """The coordinates of the queries `(..., query)` and keys `(..., key)` of a map, and the keys' images.
 
-        Keys of size 0 stand for a map over channels: what it multiplies has all tokens on its other axis.
+        The images `(..., key)` are 0 for a key of the first image of the pass, 1 for one of another, NaN for a key at
+        no place. Keys of size 0 stand for a map over channels: what it multiplies has all tokens on its other axis.
 
         Args:
             source: how to get the map.
@@ -103,17 +110,28 @@ class Places:
             args: its arguments.
             kwargs: its keyword arguments.
         """
+        queries, keys = self._shadows_of_attention(source, func, args, kwargs)
+        if keys is None:
+            return (None if queries is None else _coordinates(queries)), None, None
+        images = np.where(np.isnan(signs := keys.real.cpu().numpy()), np.nan, signs < 0)
+        return (None if queries is None else _coordinates(queries)), _coordinates(keys), images
+
+    def _shadows_of_attention(
+        self, source: MapSource, func: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
         if source.kind == "sdpa":
-            return self._first(sdpa_arguments(*args, **kwargs)[0]), self._first(sdpa_arguments(*args, **kwargs)[1])
+            query, key, value = sdpa_arguments(*args, **kwargs)[:3]
+            return _first(self._asking(query, key)), _first(self._known(key if self.depends(key) else value))
         if source.kind == "mha":
             call = mha_arguments(*args, **kwargs)
-            query, key = self._first(call["query"]), self._first(call["key"])
-            return (None if query is None else query.T[:, None]), (None if key is None else key.T[:, None])
+            queries = _first(self._asking(call["query"], call["key"]))
+            keys = _first(self._known(call["key"] if self.depends(call["key"]) else call["value"]))
+            return (None if queries is None else queries.T[:, None]), (None if keys is None else keys.T[:, None])
         pair = tensors_of([*args, kwargs])[:2]
         maps, values = pair[source.operand], pair[1 - source.operand]
         shadow = self._shadows.get(maps)
         queries = None if shadow is None else shadow.permute(source.order)
-        queries = queries.select(-1, 0).cpu().numpy() if queries is not None and _uniform(queries, -1) else None
+        queries = queries.select(-1, 0) if queries is not None and _uniform(queries, -1) else None
         shadow = self._shadows.get(values)
         if shadow is None:
             return queries, None
@@ -130,16 +148,30 @@ class Places:
             keys = _spread(shadow, other, [*rest, other[along]])
         if keys is None and _uniform(shadow, along):
             keys = shadow.new_empty(0)
-        return queries, None if keys is None else keys.cpu().numpy()
+        return queries, keys
 
-    def _first(self, x: Tensor) -> np.ndarray | None:
-        shadow = self._shadows.get(x)
-        return shadow.select(-1, 0).cpu().numpy() if shadow is not None and _uniform(shadow, -1) else None
+    def gather(self, source: MapSource, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
+        """Whether the rows of what looks like a map are channels, each a sum over tokens, which then lies nowhere.
+
+        Args:
+            source: how to get it; it is made of one activation alone.
+            args: of the operation that applies it.
+            kwargs: its keyword arguments.
+            tensors: what it returned.
+        """
+        shadow = self._shadows.get(tensors_of([*args, kwargs])[source.operand])
+        if shadow is None or _uniform(shadow, source.order[-1]) or not _uniform(shadow, source.order[-2]):
+            return False
+        for tensor in tensors:
+            self._shadows[tensor] = _nowhere(tensor)
+        return True
 
     def _shadows_of_result(
         self, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> list[Tensor | None]:
         name, result = func.__name__, tensors[0]
+        if func is F.unfold:
+            return [self._unfolded(*args, **kwargs)]
         if name in REARRANGING:
             return self._repeated(func, name, args, kwargs)
         if name in REDUCING:
@@ -179,11 +211,11 @@ class Places:
                     return [spread.expand(result.shape)]
             return [None]
         if func is F.scaled_dot_product_attention:
-            query = sdpa_arguments(*args, **kwargs)[0]
-            shadow = self._shadows.get(query)
-            return [None if shadow is None else shadow[..., :1].expand(result.shape)]
+            asking = self._asking(*sdpa_arguments(*args, **kwargs)[:2])
+            return [None if asking is None else asking[..., :1].expand(result.shape)]
         if func is F.multi_head_attention_forward:
-            return [self._shadows.get(mha_arguments(*args, **kwargs)["query"])]
+            call = mha_arguments(*args, **kwargs)
+            return [self._asking(call["query"], call["key"])]
         # Number by number: the first operand of the result's shape lends its shadow.
         operands = tensors_of([*args, kwargs])
         return [
@@ -191,12 +223,20 @@ class Places:
             for y in tensors
         ]
 
-    def _shadow(self, x: Tensor) -> Tensor:
-        """The shadow of a tensor; that of a constant is nowhere."""
+    def _known(self, x: Tensor) -> Tensor | None:
+        """The shadow of a tensor, that of a constant nowhere; `None` if it was lost."""
         shadow = self._shadows.get(x)
-        if shadow is None and self.depends(x):
+        return _nowhere(x) if shadow is None and not self.depends(x) else shadow
+
+    def _asking(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """The shadow of queries; learned ones are nowhere, but for codes of positions, which ask others like them."""
+        return self._known(query) if self.depends(key) else self._shadows.get(query)
+
+    def _shadow(self, x: Tensor) -> Tensor:
+        shadow = self._known(x)
+        if shadow is None:
             raise ValueError("the shadow was lost")
-        return torch.full(x.shape, complex("nan"), device=x.device) if shadow is None else shadow
+        return shadow
 
     def _repeated(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
         def shadow(value: Any) -> Any:
@@ -213,6 +253,18 @@ class Places:
             func = Tensor.reshape
         return [*tensors_of(func(*shadows[0], **shadows[1]))]
 
+    def _unfolded(
+        self, input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+    ) -> Tensor:
+        """After `F.unfold`, whose own padding is zeros, that is, a place."""
+        down, across = padding if isinstance(padding, tuple | list) else (padding, padding)
+        sides = (across, across, down, down)
+
+        def unfold(x: Tensor) -> Tensor:
+            return F.unfold(F.pad(x, sides, value=math.nan), kernel_size, dilation, 0, stride)
+
+        return _parts(unfold, self._shadow(input))
+
     def _product(self, left: Tensor, right: Tensor, result: Tensor) -> Tensor | None:
         """Rows lie where those of the left factor do, if its columns are no places; else columns as the right's."""
         first, second = self._shadows.get(left), self._shadows.get(right)
@@ -221,6 +273,12 @@ class Places:
         if second is not None and second.ndim > 1 and _uniform(second, -2):
             return second[..., :1, :].expand(result.shape)
         return None
+
+
+def _nowhere(x: Tensor) -> Tensor:
+    """The shadow of a tensor that lies nowhere."""
+    # complex("nan") has an imaginary part of 0, which is a column.
+    return torch.full((), complex(math.nan, math.nan), device=x.device).expand(x.shape)
 
 
 def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> None:
@@ -238,6 +296,17 @@ def _dims(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, bool]:
 def _parts(change: Callable[[Tensor], Tensor], shadow: Tensor) -> Tensor:
     """A change of a shadow by an operation that knows no complex numbers."""
     return torch.complex(change(shadow.real.contiguous()), change(shadow.imag.contiguous()))
+
+
+def _coordinates(shadow: Tensor) -> np.ndarray:
+    """The coordinates in a shadow, of whichever image."""
+    values = shadow.cpu().numpy()
+    return np.where(values.real < 0, -values, values) - complex(MARGIN, MARGIN)
+
+
+def _first(shadow: Tensor | None) -> Tensor | None:
+    """The shadow of tokens whose channels are last."""
+    return shadow.select(-1, 0) if shadow is not None and _uniform(shadow, -1) else None
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
@@ -300,7 +369,7 @@ def _resampled(func: Callable, shadow: Tensor, args: tuple, kwargs: dict[str, An
         return base + down * (y - row)[:, None] + across * (x - column)
 
     here = [torch.arange(side, dtype=torch.float32, device=shadow.device) for side in (rows, columns)]
-    if not bool(((centre - plane(*here)).abs().nan_to_num() < 1e-3).all()):
+    if not bool(((centre - plane(*here)).abs().nan_to_num() < 1e-2).all()):
         return None
     there = [
         first + step * torch.arange(side, dtype=torch.float32, device=shadow.device)

@@ -51,13 +51,15 @@ def plan(
     images = images_of(batch)
     tracer = Tracer(model, [tensor for tensor in tensors_of(batch) if tensor.is_floating_point()], images)
     with tracer.running():
-        logits = logits_of(forward(model, batch))
+        output = forward(model, batch)
+    logits = logits_of(output)
     tracer.trace.output = tracer.node_of(logits)
     image = (images.shape[-2], images.shape[-1])
     reading = Reading(tracer.trace, len(images), image, prefix, _declared_prefix(model))
     units = find_units(reading)
     sites, skipped = find_sites(reading, units)
-    shown, left_out = units, unseen_streams(reading, units)
+    returned = [node for tensor in tensors_of(output) if (node := tracer.node_of(tensor)) is not None]
+    shown, left_out = units, [*_other_outputs(reading, returned), *unseen_streams(reading, units)]
     if layers != "auto":
         shown, left_out = find_modules(reading, [layers] if isinstance(layers, str) else list(layers))
     return Plan(
@@ -68,6 +70,21 @@ def plan(
         embedding=find_embedding(reading, units),
         attends=bool(sites or skipped) or any(node.op in ("attention", "kernel") for node in tracer.trace.nodes),
     )
+
+
+def _other_outputs(reading: Reading, returned: Sequence[int]) -> list[str]:
+    """That a model returned several maps, of which the one that was taken does not see all layers."""
+    taken = reading.trace.output
+    if taken is None or not reading.is_map(taken):
+        return []
+    seen = reading.trace.between(0, taken)
+    if not any(reading.is_map(node) for node in returned if node not in seen):
+        return []
+    return [
+        f"of the {len(returned)} tensors that the model returned, one of shape {reading.trace.nodes[taken].shape} was "
+        "taken for its output, and layers that lead to others alone are in no unit: forward=lambda m, b: m(b)[-1] "
+        "takes the last"
+    ]
 
 
 def _declared_prefix(model: nn.Module) -> int | None:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from vitprobe.attach.layout import Layout, arranged, infer_layout
 from vitprobe.attach.trace import Trace
 
@@ -41,6 +43,18 @@ class Reading:
                 layout = arranged(*one.places, batch=self.batch, image=self.image, layout=layout)
             self._layouts[node] = layout
         return self._layouts[node]
+
+    def why_no_image(self, node: int) -> str:
+        """Why several tokens that are known to lie somewhere are no image; empty if they are one, or it is lost."""
+        one = self.trace.nodes[node]
+        if one.places is None or self.prefix is not None or self.layout(node) is not None:
+            return ""
+        places = one.places[0]
+        if places.size < 2 * self.batch:
+            return ""
+        if np.isnan(places).all():
+            return "no token lies anywhere in the image (object queries, latents)"
+        return "the tokens fill no grid (dropped, or in an order of its own in each image)"
 
     def infer(self, shape: tuple[int, ...], channels_last: bool | None = None) -> Layout | None:
         """The layout that a shape alone tells."""

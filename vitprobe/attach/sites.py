@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vitprobe.attach.layout import Layout, Raster
+from vitprobe.attach.layout import Layout, Raster, scattered
 from vitprobe.attach.parts import AttentionSite
 from vitprobe.attach.reading import Reading
 from vitprobe.attach.trace import Event, Node
@@ -63,6 +63,10 @@ class _Finder:
                 continue
             unit = next((found.unit for found in units if index in found.nodes), None)
             kind, depth = (unit.kind, unit.depth) if unit else ("msa", math.nan)
+            prefix = place.prefix
+            if unit and place.windows == 1 and place.positions is not None:
+                others = int(np.isnan(place.positions[..., 0]).sum())
+                prefix = others if others == unit.layout.prefix else prefix  # anywhere, but padding is none
             sites.append(
                 AttentionSite(
                     name=name,
@@ -70,7 +74,7 @@ class _Finder:
                     depth=depth,
                     heads=place.heads,
                     grid=place.grid,
-                    prefix=place.prefix,
+                    prefix=prefix,
                     windows=place.windows,
                     event=node.event,
                     source=replace(node.source, sink=True) if place.extra_keys else node.source,
@@ -84,9 +88,14 @@ class _Finder:
             products = [node for node in map(self.trace.nodes.__getitem__, found.nodes) if node.op == "attention"]
             if found.unit.kind == "msa" and products and all(node.source is None for node in products):
                 self.skipped.append(f"{found.unit.name}: activations multiply each other, but no map's rows sum to one")
+        unseen = self._unseen()
+        for found in units:
+            kernels = [node.module for n in sorted(found.nodes) if (node := self.trace.nodes[n]).op == "kernel"]
+            if kernels and not any(f"{kernel}.".startswith(f"{name}.") for kernel in kernels for name in unseen):
+                unseen.append(kernels[0])
         self.skipped += [
             f"{name}: no attention map was seen in it (linear attention, or a kernel that bypasses PyTorch?)"
-            for name in self._unseen()
+            for name in dict.fromkeys(unseen)
         ]
         return sites
 
@@ -113,8 +122,13 @@ class _Finder:
             return None
         if not node.keys.size:
             return f"a map of {queries}x{keys} is over channels, not over tokens"
+        nowhere = np.isnan(node.keys).all()
         if node.queries is not None and np.isnan(node.queries).all():
+            if nowhere:
+                return f"{queries} tokens attend to each other that lie nowhere in the image (object queries, latents)"
             return "prefix tokens attend to the patches, no patch does"
+        if nowhere:
+            return f"{queries} queries attend to {keys} keys that lie nowhere in the image (channels, latents)"
         extra = self._extra_keys(node)
         if queries + extra != keys:
             return None
@@ -126,12 +140,20 @@ class _Finder:
             asking = np.broadcast_to(node.queries, (*leading, queries)).reshape(-1, queries)
             if not np.allclose(asking, places, atol=0.5, equal_nan=True):
                 return "queries and keys lie at different places"
-        windows = len(np.unique(np.nan_to_num(places, nan=-1e6), axis=0))
-        heads, rest = divmod(len(places), self.reading.batch * windows)
-        batch_first = len(leading) == 1 or leading[0] in (self.reading.batch, self.reading.batch * windows)
-        if rest or not batch_first:
-            return None
         batch = self.reading.batch
+        if len(places) % batch:
+            return None
+        apart = places.reshape(batch, -1, queries)
+        windows = len(np.unique(np.nan_to_num(apart[0], nan=-1e6), axis=0))
+        heads, rest = divmod(len(places), batch * windows)
+        if len(leading) > 1 and leading[0] not in (batch, batch * windows):
+            return None
+        if not self._images_first(node):
+            return f"maps of shape {node.source.shape} have heads or windows before images"
+        if not np.allclose(apart, apart[:1], atol=0.5, equal_nan=True):
+            return f"the {queries} tokens fill no grid: they lie elsewhere in each image"
+        if rest:
+            return None
         for heads_first in (False, True):
             axes = (batch, heads, windows, queries) if heads_first else (batch, windows, heads, queries)
             apart = places.reshape(axes)
@@ -139,8 +161,18 @@ class _Finder:
             here = first[None, None] if heads_first else first[None, :, None]
             if np.array_equal(apart, np.broadcast_to(here, axes), equal_nan=True):
                 place = _place_of(first, heads, heads_first)
+                if place is None and scattered(first):
+                    return f"the {first.size} tokens fill no grid"
                 return place and replace(place, extra_keys=extra)
         return None
+
+    def _images_first(self, node: Node) -> bool:
+        """Whether all maps of an image come before those of the next, as far as is known."""
+        assert node.source is not None and node.images is not None
+        *leading, _, keys = node.source.shape
+        images = np.broadcast_to(node.images, (*leading, keys)).reshape(self.reading.batch, -1, keys)
+        expected = np.arange(self.reading.batch)[:, None, None]
+        return bool((np.isnan(images) | (images == expected)).all())
 
     def _extra_keys(self, node: Node) -> int:
         """How many keys after the tokens are at no place, where the keys before them are the queries."""

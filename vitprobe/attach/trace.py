@@ -6,9 +6,11 @@ node's *immediate dominator*: the last tensor through which every path from the 
 of the logits are the residual stream, since a skip connection leads around whatever happens inside a branch.
 """
 
+import importlib
 import operator
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,9 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vitprobe.attach.maps import MapSource, recognise
 from vitprobe.attach.places import Places
-from vitprobe.calling import replace_tensor, tensors_of
+from vitprobe.calling import eager, replace_tensor, tensors_of
 
-Op = Literal["add", "attention", "kernel", "conv", "linear", "pool", "other"]
+Op = Literal["add", "attention", "kernel", "conv", "linear", "pool", "scan", "other"]
 
 ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, operator.add}
 CONV = {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d}
@@ -39,6 +41,8 @@ PRODUCT = {
     Tensor.bmm,
 }
 PRODUCT |= {torch.einsum, torch.addmm, torch.baddbmm, F.bilinear}
+# What mixes positions without a kernel, by name: `torch.fft` is called `fft_...`.
+SCAN = {"roll", "cumsum", "cumprod", "logcumsumexp", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 CHANNELS_FIRST = {F.conv2d, F.batch_norm, F.group_norm, F.max_pool2d, F.avg_pool2d}
 CHANNELS_LAST = {F.linear, F.layer_norm, F.multi_head_attention_forward}
 PERMUTE = {torch.permute, Tensor.permute}
@@ -81,6 +85,7 @@ class Node:
         places: where its tokens lie in the image, and which axis its channels are; `None` if that was lost.
         queries: for an attention, where the queries of its map lie `(..., query)`; `None` if that was lost.
         keys: the same of its keys `(..., key)`.
+        images: of which image each of them is `(..., key)`: 0 for the first, 1 for another, NaN for one at no place.
     """
 
     event: Event
@@ -96,6 +101,7 @@ class Node:
     places: tuple[np.ndarray, int] | None = None
     queries: np.ndarray | None = None
     keys: np.ndarray | None = None
+    images: np.ndarray | None = None
 
 
 @dataclass
@@ -209,7 +215,7 @@ class Clock(TorchFunctionMode):
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            with self:
+            with _uncompiled(), self:
                 yield
         finally:
             for handle in handles:
@@ -260,6 +266,13 @@ class Clock(TorchFunctionMode):
         raise NotImplementedError
 
 
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Nothing is compiled while it is watched, also where the compiler would be imported by the model itself."""
+    if "torch.nn.attention.flex_attention" in sys.modules:
+        importlib.import_module("torch._dynamo")  # else `eager` takes it for unused; flex_attention compiles itself
+    return eager()
+
+
 class Tracer(Clock):
     """Records the graph of one forward pass into `trace`."""
 
@@ -307,9 +320,7 @@ class Tracer(Clock):
             source,
         )
         node.channels_last = self._find_channels(func, node)
-        if source is not None:
-            node.queries, node.keys = self.places.of_attention(source, func, args, kwargs)
-        self.places.follow(func, args, kwargs, tensors)
+        self._follow(node, func, args, kwargs, tensors)
         self._record(node, tensors)
 
     def on_module(self, event: Event, name: str, args: Any, tensors: list[Tensor]) -> None:
@@ -367,6 +378,29 @@ class Tracer(Clock):
         if name in sums and any(self._softmaxes.get(x, False) for x in tensors_of(list(args[:2]))):
             self._softmaxes[tensors[0]] = True
 
+    def _follow(self, node: Node, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Where the tokens of an operation's result lie, and those of the map that it applies, if it does."""
+        if node.source is not None:
+            if self._of_one(node.source, args, kwargs) and self.places.gather(node.source, args, kwargs, tensors):
+                node.keys = np.empty(0)
+                return
+            node.queries, node.keys, node.images = self.places.of_attention(node.source, func, args, kwargs)
+        self.places.follow(func, args, kwargs, tensors)
+
+    def _of_one(self, source: MapSource, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether what looks like a map is one activation, normalised, and no product of two: followed by its size."""
+        if source.kind != "product":
+            return False
+        waiting = self._nodes_of([tensors_of([*args, kwargs])[source.operand]])
+        for node in (self.trace.nodes[n] for n in waiting):  # grows
+            if node.op == "attention":
+                return False
+            if node.op not in ("linear", "conv"):
+                size = sorted(node.shape[-2:])
+                same = [n for n in node.parents if sorted(self.trace.nodes[n].shape[-2:]) == size]
+                waiting += [n for n in same if n not in waiting]
+        return True
+
     def _operands(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, ...]:
         pair = tensors_of([*args[:2], kwargs.get("other")])
         if len(pair) != 2 or pair[0].shape != pair[1].shape:
@@ -382,9 +416,13 @@ class Tracer(Clock):
             return "linear" if all(side == 1 for side in weight.shape[2:]) else "conv"
         if func in POOL:
             return "pool"
+        if func.__name__ in SCAN or func.__name__.startswith("fft_"):
+            return "scan"
         if func in PRODUCT:  # by a weight, or by another activation
             constant = any(self.node_of(tensor) is None for tensor in tensors_of([*args, kwargs]))
             return "linear" if constant else "attention"
+        if "attention" in func.__name__ and isinstance(func, torch._ops.HigherOrderOperator):
+            return "kernel"  # torch.nn.attention.flex_attention, which is no overload of an operator
         if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             # No public function: a kernel of one's own, which mixes activations that it takes together.
             mixed = {id(x) for x in tensors_of([*args, kwargs]) if self.node_of(x) is not None}

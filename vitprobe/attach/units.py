@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from vitprobe.attach.parts import Embedding, Kind, Unit
 from vitprobe.attach.reading import Reading
-from vitprobe.attach.trace import Event
+from vitprobe.attach.trace import Event, Node
 
 
 @dataclass
@@ -63,12 +63,14 @@ def find_embedding(reading: Reading, units: Sequence[Found]) -> Embedding | None
     if not units:
         return None
     first = units[0].unit
+    layouts = [found.unit.layout for found in units if found.unit.layout.grid == first.layout.grid]
     prefix = max(found.unit.layout.prefix for found in units)
+    orders = {layout.tokens: layout.order for layout in layouts if layout.order is not None and layout.axes == "bnc"}
     for call in reading.trace.modules:
         layout = reading.layout(call.node)
         same = layout and layout.grid == first.layout.grid and layout.channels(call.shape) == first.channels
         if layout and same and call.event.call:
-            return Embedding(call.event, replace(layout, prefix=0) if layout.prefix else layout, prefix)
+            return Embedding(call.event, replace(layout, prefix=0) if layout.prefix else layout, prefix, orders)
     return None
 
 
@@ -80,25 +82,65 @@ def unseen_streams(reading: Reading, units: Sequence[Found]) -> list[str]:
         units: of the network.
     """
     nodes = reading.trace.nodes
+    told = _scattered(reading)
     if not units:
-        if not any(reading.is_map(n) for n in reading.trace.stream() if n):
-            return ["no activation that the logits follow from has more than one position"]
-        return []
-    told = []
+        if not told and not any(reading.is_map(n) for n in reading.trace.stream() if n):
+            told.append("no activation that the logits follow from has more than one position")
+        return told
     for found in units:
-        if (count := sum(nodes[n].op == "attention" and nodes[n].source is not None for n in found.nodes)) > 1:
+        if (count := sum(nodes[n].source is not None and not _over_channels(nodes[n]) for n in found.nodes)) > 1:
             told.append(
                 f"{found.unit.name}: one unit with {count} attentions, since something leads around all of them"
+            )
+        elif several := _inside(reading, found):
+            told.append(
+                f"{found.unit.name}: one unit with {several} inside, since something leads around them; name modules "
+                "with layers="
             )
     covered = set().union(*(found.nodes for found in units))
     last = max(covered)
     outside = [n for n in range(last + 1, len(nodes)) if nodes[n].op in ("attention", "conv") and reading.is_map(n)]
-    if len(outside) > 1:
+    if outside:
         told.append(
             f"{len(outside)} convolutions and attentions after {units[-1].unit.name} are in no unit: no activation "
             "there leads to all of the logits; name modules with layers="
         )
     return told
+
+
+def _inside(reading: Reading, found: Found) -> str:
+    """Several residual branches inside a unit, or convolutions in a row that something leads around, in words."""
+    nodes = reading.trace.nodes
+    ends = {found.unit.event, *(event for event, _ in found.unit.skips)}
+    branches = 0
+    for n in found.nodes:
+        start = nodes[n].dominator
+        if start in nodes[n].operands and nodes[n].event not in ends and reading.is_map(start) and reading.is_map(n):
+            branches += reading.mixes(reading.trace.between(start, n))
+    if branches > 1:
+        return f"{branches} residual branches"
+    if found.unit.stream is not None or found.unit.kind == "stem":
+        return ""
+    stream = set(reading.trace.stream())
+    row: dict[int, int] = {}
+    for n in sorted(found.nodes):
+        here = nodes[n].op == "conv" and n not in stream and reading.is_map(n)
+        row[n] = max((row.get(parent, 0) for parent in nodes[n].parents), default=0) + here
+    longest = max(row.values(), default=0)
+    return f"{longest} convolutions in a row" if longest > 1 else ""
+
+
+def _over_channels(node: Node) -> bool:
+    return node.keys is not None and not node.keys.size
+
+
+def _scattered(reading: Reading) -> list[str]:
+    """Additions on the stream that are no units because their tokens are no image, by the reason."""
+    names: dict[str, list[str]] = {}
+    for n in reading.trace.stream():
+        if reading.trace.nodes[n].operands and (reason := reading.why_no_image(n)):
+            names.setdefault(reason, []).append(reading.trace.nodes[n].module)
+    return [f"{first}{f' and {len(rest)} more' if rest else ''}: {reason}" for reason, (first, *rest) in names.items()]
 
 
 def _number(units: list[Found]) -> list[Found]:
@@ -233,7 +275,7 @@ class _Finder:
         ops = {self.trace.nodes[n].op for n in between}
         if ops & {"attention", "kernel"}:
             return "msa"
-        return "conv" if ops & {"conv", "pool"} else "mlp"
+        return "conv" if ops & {"conv", "pool", "scan"} else "mlp"
 
     def _unit(self, end: int, kind: Kind, nodes: set[int]) -> Found:
         node = self.trace.nodes[end]

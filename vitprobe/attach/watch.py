@@ -132,7 +132,12 @@ class Watch(Clock):
         if call not in self._calls:
             return args
         assert self._embedding is not None
-        patches = self._kept[self._embedding.event]
+        patches = self._kept.get(self._embedding.event)
+        if patches is None:
+            raise ValueError(
+                f"inputs='patch embedding': {self._calls[call]} is called before the patches are embedded; use "
+                "inputs='layer'."
+            )
         count, prefix = patches.shape[1], self._embedding.prefix
         given = [x for x in args if isinstance(x, Tensor)]
         tokens = [x for x in given if x.ndim == 3 and x.shape[1] - count in (0, prefix)]
@@ -142,9 +147,9 @@ class Watch(Clock):
                 f"not with tokens of the embedding's shape {tuple(patches.shape)}; use inputs='layer'."
             )
         # Prefix tokens stay what they are: rows are normalised over patches alone.
-        return tuple(
-            torch.cat([x[:, : x.shape[1] - count], patches], 1) if any(x is t for t in tokens) else x for x in args
-        )
+        total = tokens[0].shape[1]
+        order = torch.tensor(self._embedding.orders.get(total, range(total - count, total)), device=patches.device)
+        return tuple(x.index_copy(1, order, patches.to(x.dtype)) if any(x is t for t in tokens) else x for x in args)
 
     def _show(self, unit: Unit, x: Tensor) -> None:
         self._seen += 1
