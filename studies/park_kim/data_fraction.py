@@ -6,10 +6,9 @@ Claim      E2: over shares of the training set (2 to 100 %) and over lengths of 
 Command    vitprobe run park_kim/data_fraction               digits
            vitprobe run park_kim/data_fraction --scale cpu --data cifar10 --train-size 10000
            vitprobe run park_kim/data_fraction --scale paper --device cuda
-Cost       quick: two seeds; with ViTs of patches of 1 px too, which it no longer has, it took 369 s on two cores
-           (measured). cpu: 1231 s on two cores, two seeds, with 20 trainings beyond those of families.grid (measured,
-           stopped once, beside other work). paper: about 40 GPU days on the authors' machines, by their images a
-           second; not measured.
+Cost       quick: 235 s on two cores with two seeds (measured). cpu: 1231 s on two cores, two seeds, with 20 trainings
+           beyond those of families.grid (measured, stopped once, beside other work). paper: about 40 GPU days on the
+           authors' machines, by their images a second; not measured.
 Rule       Set beforehand. A sweep changes one thing. Of each seed, the correlation over the sweep of NLL_train (loss of
            the last epoch less the entropy of its targets) with the test error; E2 is supported if the 95 % t interval
            over seeds lies wholly above zero for both sweeps of the ViT (share of the data at equal epochs, epochs),

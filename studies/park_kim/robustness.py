@@ -10,9 +10,9 @@ Command    vitprobe run park_kim/robustness                  made-up shapes of 3
            of ImageNet at 224 px in VAL/CLASS, of which the last fifth of each class counts, all of them in memory:
            vitprobe probe timm:vit_tiny_patch16_224 --checkpoint FILE --data folder:VAL --images 2000
            --mean 0.5,0.5,0.5 --std 0.5,0.5,0.5 --probes corruption_robustness -o robust.nc
-Cost       quick: 7 trainings of 8,000 images, one seed, and 4,500 corrupted images for each network; with 12,000 images
-           it took 180 s on two cores (measured). cpu: the networks of families.grid, and 9,000 corrupted images for
-           each, 475 s on two cores (measured). paper: the same with 150,000 corrupted images for each; not measured.
+Cost       quick: 7 trainings of 8,000 images, one seed, and 4,500 corrupted images for each network: 206 s on two cores
+           (measured). cpu: the networks of families.grid, and 9,000 corrupted images for each, 475 s on two cores
+           (measured). paper: the same with 150,000 corrupted images for each; not measured.
 Rule       Set beforehand. Of each seed, the robustness of AlterNet less that of the ResNet; supported if the 95 % t
            interval over seeds lies wholly above zero, contradicted if wholly below. Robust because accurate? Judged
            beside it as a control, which decides nothing: the robustness of AlterNet less what its accuracy predicts, by
