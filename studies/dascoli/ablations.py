@@ -7,8 +7,8 @@ Command    vitprobe run dascoli/ablations                    digits
            vitprobe run dascoli/ablations --scale cpu        5,000 images of CIFAR-10, a tenth of it
            vitprobe run dascoli/ablations --scale paper --device cuda       CIFAR-100, a tenth and all of it
 Cost       quick: 21 trainings of nano networks, about 7 minutes of one core (estimated); 6 of them are those of
-           dascoli/sample_efficiency. cpu: 21 trainings of micro networks, 6 of them shared likewise, 10 to 13 minutes
-           of one core each (estimated). paper: 42 trainings of ConViT-S+ and DeiT-S+, not measured.
+           dascoli/sample_efficiency. cpu: 21 trainings of micro networks, 6 of them shared likewise, about 2 minutes of
+           one core each (estimated). paper: 42 trainings of ConViT-S+ and DeiT-S+, not measured.
 Rule       Set before anything was measured. Of each seed the differences a - e, f - e and e - g of test accuracy, at
            the smallest share of the data. D7 is supported if the 95 % t intervals over seeds of all three lie wholly
            above zero, contradicted if one lies wholly below. Where a, e or f did not learn its task (35 % of ten

@@ -8,7 +8,7 @@ Command    vitprobe run dascoli/distillation                 digits
            vitprobe run dascoli/distillation --scale paper --device cuda    CIFAR-100
 Cost       quick: 9 trainings of nano networks beyond dascoli/ablations, 3 of them teachers, about 5 minutes of one core
            (estimated). cpu: 9 trainings of micro networks beyond dascoli/ablations, 3 of them teachers; a taught one
-           takes a pass of the teacher more; about 7 minutes of one core each (estimated). paper: 9 trainings beyond
+           takes a pass of the teacher more; about 3 minutes of one core each (estimated). paper: 9 trainings beyond
            dascoli/sample_efficiency, not measured.
 Rule       Set before anything was measured. Of each seed the gain of test accuracy by distillation: of the ConViT,
            above zero; and that of the ViT less that of the ConViT, above zero. D11 is supported if the 95 % t intervals

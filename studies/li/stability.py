@@ -6,7 +6,7 @@ Command    vitprobe run li/stability                         digits
            vitprobe run li/stability --scale cpu             5,000 images of CIFAR-10, six epochs
            vitprobe run li/stability --scale paper --device cuda     CIFAR-100, 20 epochs
 Cost       Each seed takes three trainings from scratch and three of two phases. quick: 18 trainings of nano networks of
-           ten epochs, 2 minutes of one core; cpu: 18 of micro networks of six epochs, 32 minutes of one core for each
+           ten epochs, 2 minutes of one core; cpu: 18 of micro networks of six epochs, 9 minutes of one core for each
            seed (both estimated from the speed of such networks). paper: not measured.
 Rule       Set before anything was measured. The recipe's learning rate, four and sixteen times it: towards smaller ones
            a short training shows how fast and not how stable it is. Of each seed and

@@ -7,7 +7,7 @@ Command    vitprobe run li/two_phase                         digits
            vitprobe run li/two_phase --scale cpu             5,000 images of CIFAR-10
            vitprobe run li/two_phase --scale paper --device cuda     CIFAR-100; --train-size 5000 for little data
 Cost       Each seed takes two whole trainings and three of half their length. quick: 15 trainings of nano networks,
-           about 5 minutes of one core; cpu: 15 trainings of micro networks of nine heads, 38 minutes of one core for
+           about 5 minutes of one core; cpu: 15 trainings of micro networks of nine heads, 7 minutes of one core for
            each seed (both estimated from the speed of such networks). paper: not measured.
 Arms       All have nine heads, the same width and number of epochs, and share data, order and augmentation.
            "two phases": convolutional_vit for half of the epochs, then relative_vit, whose heads start by looking at

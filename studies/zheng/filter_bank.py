@@ -7,7 +7,7 @@ Claim      Z2: the more linearly independent fixed Gaussian filters are (the nar
 Command    vitprobe run zheng/filter_bank                    digits, filters of 3, 2 widths x 3 numbers
            vitprobe run zheng/filter_bank --scale cpu --data cifar10       filters of 5, 3 widths, 3 numbers, 5 epochs
            vitprobe run zheng/filter_bank --scale paper --device cuda      filters of 5, 5 widths x 5 numbers
-Cost       quick: 18 trainings, about 3 minutes of one core; cpu: 15 trainings of 5 epochs, about 66 minutes of one
+Cost       quick: 18 trainings, about 3 minutes of one core; cpu: 15 trainings of 5 epochs, about 20 minutes of one
            core; paper: 75 trainings of about half a GPU hour each. All estimated, none measured. The grid is coarse at
            quick and cpu, for the sake of three seeds; at cpu it is a cross: all filters distinct at every width, and
            every number of them at the narrowest, so that (a) is over five cells.

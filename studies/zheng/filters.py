@@ -7,7 +7,7 @@ Command    vitprobe run zheng/filters                        digits, 8 x 8 token
            vitprobe run zheng/filters --scale cpu --data cifar10                     8 x 8 tokens, filters of 5
            vitprobe run zheng/filters --scale paper --device cuda                    16 x 16 tokens, filters of 5
 Cost       15 trainings of ConvMixers, 3 of them shared with zheng/architectures. quick: about 5 minutes of one core;
-           cpu: about an hour of one core; paper: about half a GPU hour each, and 0.8 GB of frozen matrices in every
+           cpu: about 30 minutes of one core; paper: about half a GPU hour each, and 0.8 GB of frozen matrices in every
            checkpoint of the permutations. All estimated, none measured.
 Protocol   Five kinds of filters, all else the same: data, order, recipe (no augmentation; which one the figure had is
            not known). Frozen filters keep their biases too, as in the authors' code, and there is no activation after

@@ -6,7 +6,7 @@ Claim      Z6: maps frozen as drawn at random are very bad, maps frozen at impul
 Command    vitprobe run zheng/frozen                         digits, 4 x 4 tokens
            vitprobe run zheng/frozen --scale cpu             CIFAR-10, 8 x 8 tokens, 5,000 images
            vitprobe run zheng/frozen --scale paper --device cuda
-Cost       quick: 33 trainings, about 7 minutes of one core (estimated). cpu: 15 trainings of about 10 minutes of one
+Cost       quick: 33 trainings, about 7 minutes of one core (estimated). cpu: 15 trainings of about 2 minutes of one
            core (estimated), three of them shared with zheng/architectures. paper: 78 trainings, not measured.
 Networks   Data-free maps: Model II, whose queries and keys see the position code alone. Mixed maps: Model I, half
            tokens, half code. Nine heads, as many as a 3 x 3 kernel has taps, drawn with replacement as published (eight

@@ -12,8 +12,8 @@ Command    vitprobe run zheng/no_augmentation                     digits, 4 x 4 
            The paper scale gives images above 32 px patches of 4 pixels, as published, which are 16 x 16 tokens again.
            Give --out as well, or it overwrites the results of CIFAR-10.
 Cost       quick: none of its own, because digits are never augmented: the 9 trainings are some of zheng/alpha. cpu: 3
-           trainings of about 10 minutes of one core (estimated), random and impulse being some of zheng/frozen. paper:
-           9 trainings of each data set, not measured.
+           trainings of about 2 minutes of one core (estimated), random and impulse being some of zheng/frozen. paper: 9
+           trainings of each data set, not measured.
 Networks   As in zheng/alpha.py, without tokens in the logits (Model II), at the paper scale with a share of 0.2 (Model
            I); the same initial weights and the same recipe but for the augmentation.
 Rule       Set before anything was measured. Of each seed the test accuracy of impulse less that of random, and less
