@@ -8,7 +8,8 @@ Command    vitprobe run dascoli/ablations                    digits
            vitprobe run dascoli/ablations --scale paper --device cuda       CIFAR-100, a tenth and all of it
 Cost       quick: 21 trainings of nano networks, about 7 minutes of one core (estimated); 6 of them are those of
            dascoli/sample_efficiency. cpu: 21 trainings of micro networks, 6 of them shared likewise, about 2 minutes of
-           one core each (estimated). paper: 42 trainings of ConViT-S+ and DeiT-S+, not measured.
+           one core each (estimated; the run was paused, and not timed). paper: 42 trainings of ConViT-S+ and DeiT-S+,
+           not measured.
 Rule       Set before anything was measured. Of each seed the differences a - e, f - e and e - g of test accuracy, at
            the smallest share of the data. D7 is supported if the 95 % t intervals over seeds of all three lie wholly
            above zero, contradicted if one lies wholly below. Where a, e or f did not learn its task (35 % of ten
@@ -24,7 +25,8 @@ Rule       Set before anything was measured. Of each seed the differences a - e,
            tenth of the data; so does the paper scale, while the cpu scale has its 8 epochs.
 Expected   f > e > g and a > e by several points, the other parts within the spread of three seeds. Published deltas:
            6.8 (d - e), 2.3 (c - d), 2.8 (b - d), 5.1 (a - d), 6.5 (f - e) points. The accuracy by the recipe of
-           scales.SMALL["cpu"] has not been measured for any seed.
+           scales.SMALL["cpu"], mean of seeds 0 to 2: 42.3 % ConViT (a), 41.8 % (b), 41.1 % (c), 41.4 % (d), 41.2 % ViT
+           (e), 40.3 % (f), 37.7 % (g).
 """
 
 import sys
