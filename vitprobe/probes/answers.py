@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitprobe.calling import Forward, logits_of, targets_of
+from vitprobe.probes.targets import require_logits
 
 
 def answers(model: nn.Module, batch: Any, forward: Forward) -> tuple[Tensor, Tensor]:
@@ -31,11 +32,7 @@ def answers(model: nn.Module, batch: Any, forward: Forward) -> tuple[Tensor, Ten
         what = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(f"accuracy needs class numbers of shape (batch,), not {what}: give integers, without mixup.")
     logits = logits_of(forward(model, batch)).double()
-    if logits.ndim != 2 or len(logits) != len(labels):
-        raise ValueError(
-            f"the model gave {tuple(logits.shape)} for {len(labels)} images, not (batch, class): give "
-            "forward=lambda model, batch: ... that returns such logits."
-        )
+    require_logits(logits, len(labels))
     labels = labels.to(logits.device).long()
     if int(labels.min()) < 0 or int(labels.max()) >= logits.shape[1]:
         raise ValueError(

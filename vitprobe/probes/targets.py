@@ -40,6 +40,19 @@ def classes_needed(batch: Any) -> int:
     return most + 1
 
 
+def require_logits(logits: Tensor, images: int) -> None:
+    """Refuse what a model gave for so many images if it is not `(batch, class)`.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if logits.ndim != 2 or len(logits) != images:
+        raise ValueError(
+            f"the model gave {tuple(logits.shape)} for {images} images, not (batch, class): give "
+            "forward=lambda model, batch: ... that returns such logits."
+        )
+
+
 def fitting(logits: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Logits and targets as cross-entropy takes them; under `torch.func.vmap` too, since only shapes are looked at.
 
@@ -54,11 +67,7 @@ def fitting(logits: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tens
     Raises:
         ValueError: if the logits are not `(batch, class)`, or classes are missing.
     """
-    if logits.ndim != 2 or len(logits) != len(targets):
-        raise ValueError(
-            f"the model gave {tuple(logits.shape)} for {len(targets)} images, not (batch, class): give "
-            "forward=lambda model, batch: ... that returns such logits."
-        )
+    require_logits(logits, len(targets))
     soft = targets.is_floating_point()
     if logits.shape[1] < classes or (soft and logits.shape[1] != targets.shape[1]):
         what = f"probabilities of {targets.shape[1]} classes" if soft else f"labels up to {classes - 1}"
