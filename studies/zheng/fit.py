@@ -232,9 +232,11 @@ def measure(row: Initialised, settings: Settings) -> xr.Dataset:
 
 
 def last(ds: xr.Dataset, name: str) -> xr.Dataset:
-    """The fits of one setting with the most steps, by seed."""
+    """The fits of one setting with the most steps, by seed; all of those that end by themselves, each at its own."""
     runs = ds.isel(run=np.flatnonzero(ds.fit.values == name))
-    return runs.isel(run=np.flatnonzero(runs.steps.values == runs.steps.values.max())).sortby("seed")
+    if name != SHARP:
+        runs = runs.isel(run=np.flatnonzero(runs.steps.values == runs.steps.values.max()))
+    return runs.sortby("seed")
 
 
 def verdicts(ds: xr.Dataset) -> list[Verdict]:

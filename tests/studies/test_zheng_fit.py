@@ -28,7 +28,7 @@ def stacked(*, scale: str = "quick", quick: float = 0.97, published: float = 0.2
     levels = {PUBLISHED: published, "no norm": 0.5, "c = 1": 0.6, "lr 0.01": 0.7, QUICK: quick, SHARP: 0.96}
     rows = fit.grid(Settings(scale=scale))
     most = {name: max(row.arguments.get("steps", 60) for row in rows if row.label == name) for name in levels}
-    steps = np.array([row.arguments.get("steps", 60) for row in rows])
+    steps = np.array([row.arguments.get("steps", 60 + row.arguments["seed"]) for row in rows])  # sharp ones end alone
     noise = rng.normal(0, 0.003, len(rows))
     mass = np.array([levels[row.label] * (n / most[row.label]) ** 0.2 for row, n in zip(rows, steps, strict=True)])
     mass = np.minimum(mass + noise, 1)
