@@ -42,7 +42,7 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from studies.outcomes import difference, judge, outcome, part, where
+from studies.outcomes import difference, judge, outcome, part, watched, where
 from studies.scales import LEAST, by_seed, sized
 from studies.zheng.initialisations import LOOKS, initialisers
 from studies.zheng.shared import NINE_HEADS
@@ -109,7 +109,7 @@ def crossed(runs: Sequence[Run], alphas: Sequence[float], settings: Settings, **
     """
     options = {**SWEEPS[settings.scale].options, **options}
     return [
-        _with(run, alpha, options, initialisers(name, settings), settings)
+        _with(run, alpha, options, initialisers(name, settings, tokens=alpha > 0), settings)
         for run in runs
         for name in LOOKS
         for alpha in alphas
@@ -258,7 +258,7 @@ def _z8(ds: xr.Dataset) -> list[Verdict]:
     shown = shown.assign(
         epochs_until=("run", [epochs_until(curve, threshold, chance) for curve in shown.curve.values]),
         area=shown.curve.mean("epoch"),
-        share=shown.curve.mean("epoch") / shown.accuracy,
+        share=shown.curve.mean("epoch") / shown.curve.isel(epoch=-1),  # of the same test images
     )
 
     def against(rival: str, variable: str) -> np.ndarray:
@@ -312,7 +312,7 @@ def draw(ds: xr.Dataset) -> Figure:
         bars = f"Bars: 95 % t interval over {seeds} seeds. " if seeds > 2 else "Bars: standard error over images. "
         figure.supxlabel(
             f"Mean of {seeds} seed{'s' if seeds > 1 else ''}; thin lines: single seeds. {bars}"
-            "Dotted: the accuracy whose epoch is compared.",
+            f"Dotted: the accuracy whose epoch is compared. {watched(ds)}",
             fontsize=6.5,
             color=GREY,
         )
