@@ -23,7 +23,7 @@ from vitprobe.study import Settings
 from vitprobe.training import Recipe, learning_rate
 from vitprobe.training.optimizer import make_optimizer
 
-EPOCHS = (0, 1, 4, 16)
+EPOCHS, MANY = (0, 1, 4, 16), (0, 1, 100, 300)  # of the latter what did not come is evidence
 LAYERS, GATED, HEADS = 6, 5, 4
 
 
@@ -160,21 +160,19 @@ START = np.full(LAYERS, 4.1)
             [START, np.array([2, 2, 2, 2, 2, 4.2]), np.array([2, 2, 2, 2, 2, 4.2]), np.array([2, 2, 2, 3, 3, 4.2])],
             {"D3": "contradicted", "D3 fall": "contradicted", "D3 return": "supported", "D3 order": "supported"},
         ),
-        # It falls to the end, and the last layer is the most local: too early to say.
+        # It falls to the end, and the last layer is the most local.
         (
             [START, 0.8 * START, 0.7 * START, START * np.linspace(0.6, 0.5, LAYERS)],
-            {"D3": "inconclusive", "D3 fall": "supported", "D3 return": "inconclusive", "D3 order": "inconclusive"},
+            {"D3": "contradicted", "D3 fall": "supported", "D3 return": "inconclusive", "D3 order": "contradicted"},
         ),
     ],
 )
 def test_verdicts_on_the_vit(curve, expected):
-    found = verdicts(stacked(vit=np.array(curve)))
+    found = verdicts(stacked(vit=np.array(curve), epochs=MANY))
     assert {name: found[name] for name in expected} == expected
-
-
-def test_a_long_training_that_does_not_return_is_evidence():
-    curve = np.array([START, 0.8 * START, 0.7 * START, START * np.linspace(0.6, 0.5, LAYERS)])
-    assert verdicts(stacked(vit=curve, epochs=(0, 1, 100, 300)))["D3 order"] == "contradicted"
+    found = verdicts(stacked(vit=np.array(curve)))  # too early to say
+    short = {name: word if word == "supported" else "inconclusive" for name, word in expected.items()}
+    assert {name: found[name] for name in expected} == short
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,8 @@ def test_a_long_training_that_does_not_return_is_evidence():
 )
 def test_four_of_five_layers_must_escape(changes, expected):
     curve = 1.8 + np.outer([0, 0.3, 0.6, 1], [*changes, 0.0])
-    assert verdicts(stacked(convit=curve))["D4 escape"] == expected
+    assert verdicts(stacked(convit=curve, epochs=MANY))["D4 escape"] == expected
+    assert verdicts(stacked(convit=curve))["D4 escape"] == ("supported" if expected == "supported" else "inconclusive")
 
 
 def test_gated_layers_that_end_above_the_vit_contradict():
@@ -204,7 +203,7 @@ def test_gated_layers_that_end_above_the_vit_contradict():
 )
 def test_verdicts_on_gates(last, training, depth):
     gates = 0.73 + np.outer([0, 0.1, 0.5, 1], last - 0.73)
-    found = verdicts(stacked(gates=gates))
+    found = verdicts(stacked(gates=gates, epochs=MANY))
     assert (found["D5 training"], found["D5 depth"]) == (training, depth)
 
 
