@@ -16,6 +16,7 @@ from vitprobe.study import Settings
 REFERENCES = "d'Ascoli et al. 2021, arXiv:2103.10697"
 VIT, CONVIT = LOOKS["vit"], LOOKS["convit"]
 LONG = 100  # epochs, from which on it is evidence that something did not come
+ABOVE_CHANCE = 15.0  # test accuracy [%] of ten classes from which on networks of a share of the images can be compared
 
 # scale: the ViT and the ConViT, with options. Those of the paper scale are DeiT-S+ and ConViT-S+ of Tables 1 and 3; the
 # small ones average their patches, where the paper's have a class token.

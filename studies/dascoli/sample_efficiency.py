@@ -45,7 +45,7 @@ from matplotlib.transforms import Bbox
 from torch import Tensor, nn
 
 from studies.dascoli.ablations import shared_out
-from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, kinds, seeds, vit
+from studies.dascoli.pair import ABOVE_CHANCE, CONVIT, REFERENCES, VIT, convit, kinds, seeds, vit
 from studies.dascoli.published import TABLE_1, TABLE_2
 from studies.outcomes import Look, difference, if_learned, judge, outcome, part, where
 from studies.scales import LEAST
@@ -56,7 +56,6 @@ from vitprobe.runs import Run
 from vitprobe.study import Settings, Study, main
 
 SHARES = {"smoke": (0.5, 1.0), "quick": (0.2, 1.0), "cpu": (0.1, 1.0), "paper": (0.05, 0.1, 0.3, 0.5, 1.0)}
-ABOVE_CHANCE = 15.0  # test accuracy [%] of ten classes from which on a ratio of two accuracies says something
 BATCH, WARM, REPEATS = 128, 2, 10  # of the measurement of speed
 
 
