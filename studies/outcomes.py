@@ -1,5 +1,6 @@
 """What the studies of accuracy share: what came of a run, differences within seeds, and their drawing."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,6 +102,24 @@ def outcome(run: Run, settings: Settings, *, references: str) -> tuple[Trained, 
             run_config=to_json(run.config()),
         )
     )
+
+
+def watched(ds: xr.Dataset, during: str = "Curves", ended: str = "in the end") -> str:
+    """For a caption, how many test images were seen after each epoch, where they are fewer than in the end.
+
+    Args:
+        ds: stacked runs of `outcome`.
+        during: what of the figure is over training.
+        ended: what of it is the outcome.
+
+    Returns:
+        A sentence with a space behind it; nothing where all test images are seen always, or that is not known.
+    """
+    if "run_config" not in ds.coords:
+        return ""
+    few = json.loads(str(ds.run_config.values[0]))["data"]["test_size"]
+    whole = int(ds.attrs["test_images"])
+    return f"{during}: {few:,} test images; {ended}: all {whole:,}. " if few < whole else ""
 
 
 def robustness(result: Trained, *, images: int, severities: Sequence[int]) -> dict[str, Any]:

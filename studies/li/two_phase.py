@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from studies.li.arms import ARMS, CONVOLUTION, SCRATCH, TWICE, TWO_PHASES, of_arm, outcome_of_both
-from studies.outcomes import difference, if_learned, judge, part, where
+from studies.outcomes import difference, if_learned, judge, part, watched, where
 from studies.scales import LEAST
 from vitprobe.claims import CLAIMS, Verdict, combine, decide
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
@@ -134,7 +134,7 @@ def draw(ds: xr.Dataset) -> Figure:
         spread = f"95 % t interval over {seeds} seeds" if seeds > 2 else "standard error over images"
         figure.supxlabel(
             f"Test images of {ds.attrs['data']}, {int(ds.train_images.values[0])} training images. Lines: means over "
-            f"seeds; thin lines and small marks: single seeds. Bars: {spread}.",
+            f"seeds; thin lines and small marks: single seeds. Bars: {spread}.\n{watched(ds)}",
             fontsize=6.5,
             color=GREY,
         )

@@ -35,12 +35,14 @@ def stacked(*, seeds: int = 3) -> xr.Dataset:
             "seed": ("run", [seed for seed, _, _ in rows]),
             "row": ("run", [row for _, row, _ in rows]),
             "train_images": ("run", [images for _, _, images in rows]),
+            # Of more images than the curves are of, hence not their ends.
+            "accuracy": ("run", 100 * np.nanmax(accuracy, axis=1) - 1),
         },
         {"data": "made"},
     )
 
 
-@pytest.mark.parametrize(("scale", "runs"), [("smoke", 18), ("quick", 27), ("cpu", 27), ("paper", 60)])
+@pytest.mark.parametrize(("scale", "runs"), [("smoke", 18), ("quick", 27), ("cpu", 42), ("paper", 60)])
 def test_grid_is_that_of_both_studies_without_repetition(scale, runs, monkeypatch):
     monkeypatch.setattr(ablations, "load", lambda spec: type("Images", (), {"train": range(1000)}))
     settings = Settings(scale=scale)
@@ -74,11 +76,13 @@ def test_curves_by_hand():
 
 def test_the_figure_has_all_curves_to_their_ends():
     by_share, by_row = draw(stacked()).axes
-    # Bands on the left; on the right bars beside the ends, each with its middle as a line of one point.
-    assert (len(by_share.collections), len(by_row.collections)) == (4, len(ROWS))
-    assert sorted(len(line.get_xdata()) for line in by_share.lines) == [4, 4, 16, 16]
-    lines = [line for line in by_row.lines if len(line.get_xdata()) > 1]
-    assert {float(line.get_xdata()[-1]) for line in (*by_share.lines, *lines)} == {4.0}
+    # Bands and bars beside the ends on the left, bars alone on the right, each with its middle as a line of one point.
+    assert (len(by_share.collections), len(by_row.collections)) == (8, len(ROWS))
+    curved, lines = ([line for line in ax.lines if len(line.get_xdata()) > 1] for ax in (by_share, by_row))
+    assert sorted(len(line.get_xdata()) for line in curved) == [4, 4, 16, 16]
+    assert {float(line.get_xdata()[-1]) for line in (*curved, *lines)} == {4.0}
+    (beside,) = (line for line in by_row.lines if len(line.get_xdata()) == 1 and line.get_color() == LINES["g"][0])
+    assert beside.get_ydata()[0] == pytest.approx(float(where(stacked(), row="g", train_images=100).accuracy.mean()))
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == len(ROWS)
     # The level of the seeds differs by 10 points: bands would dwarf the lines, which make the limits.
     assert by_share.get_ylim() == by_row.get_ylim() and by_share.get_ylim()[1] < 80
