@@ -345,7 +345,7 @@ NUMBERS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     attributes=st.dictionaries(st.from_regex(r"x_[A-Za-z0-9_]{1,8}", fullmatch=True), TEXT | NUMBERS, max_size=4),
     names=st.lists(TEXT, min_size=1, max_size=4),

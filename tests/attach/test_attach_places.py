@@ -86,7 +86,7 @@ def positions_of(site):
     return np.broadcast_to(inside, (site.windows, *inside.shape))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.integers(2, 8),
     columns=st.integers(2, 8),

@@ -264,7 +264,7 @@ def search(spectrum, k: int, seed: int, *, gradient: bool, **options):
     return eigenpairs(lambda v: diagonal * v, torch.from_numpy(start), k, seed=seed, **options)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(spectra(), st.sampled_from(WHICH), st.integers(1, 6), st.integers(0, 100), st.booleans())
 def test_no_wanted_eigenvalue_is_missed_at_a_loose_tolerance(problem, which, k, seed, gradient):
     spectrum, tol = problem
@@ -272,7 +272,7 @@ def test_no_wanted_eigenvalue_is_missed_at_a_loose_tolerance(problem, which, k, 
     assert not missed(found.values, found.residuals, spectrum, which)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from([1e-2, 1e-3]), st.sampled_from(["LM", "LA"]))
 def test_a_second_start_finds_neighbours_nearer_than_the_tolerance(seed, tol, which):
     rest = np.random.default_rng(seed).uniform(-3, 3, 100)

@@ -90,7 +90,7 @@ def test_float32_with_sums_in_float64():
     assert norm(ones) ** 2 == pytest.approx(inner(ones, ones), rel=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.sampled_from(["LM", "LA", "SA"]))
 def test_agrees_with_scipy(seed, which):
     a, _ = matrix(np.random.default_rng(seed).normal(0, 10, 6), seed=seed)

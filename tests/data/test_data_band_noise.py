@@ -25,7 +25,7 @@ def waves(size):
 sizes = st.tuples(st.integers(8, 40), st.integers(8, 40))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=sizes,
     channels=st.integers(1, 4),
@@ -47,7 +47,7 @@ def test_corrected_noise_has_its_band_alone_and_the_asked_strength(size, channel
     assert back[well_inside].min(initial=back.max()) > 1e-4 * back.max()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(size=sizes, bands=st.integers(1, 10))
 def test_bands_side_by_side_take_each_frequency_once(size, bands):
     """Edges included: 0 to 1 in equal parts, and a part that begins at 1."""

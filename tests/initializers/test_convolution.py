@@ -61,7 +61,7 @@ def test_matrices_by_their_definition(patch, size):
     np.testing.assert_array_equal(patch_matrices(weight, patch), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     case=st.sampled_from(sorted(CASES)),
     channels=st.tuples(st.integers(1, 3), st.integers(1, 4)),

@@ -52,7 +52,7 @@ def test_uniform_attention():
     np.testing.assert_allclose(found.uniform_mass[0], pairs / 144, rtol=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     grid=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     prefix=st.integers(0, 2),

@@ -147,7 +147,7 @@ def published_errors(logits, labels, bins):
     return ece, ecse
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     count=st.integers(1, 40),
     classes=st.integers(2, 7),
@@ -313,7 +313,7 @@ def test_interval_of_the_ecse_is_that_of_a_mean():
     assert number(ds, "ecse") - number(ds, "ecse_low") == pytest.approx(half_width, rel=0.1)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     count=st.integers(2, 30),
     classes=st.integers(2, 8),

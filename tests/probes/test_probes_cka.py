@@ -149,7 +149,7 @@ def test_prefix_tokens_are_left_out_unless_asked_for(tokens):
 # --- what must not change it ------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     scale=st.floats(-1e3, 1e3).filter(lambda s: abs(s) > 1e-3),
     offset=st.sampled_from([0.0, 1.0, -30.0]),

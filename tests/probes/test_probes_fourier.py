@@ -34,7 +34,6 @@ def measure(x, **options):
     return fourier(model, x.split(3), layers="map", progress=False, **options).isel(layer=0)
 
 
-@settings(deadline=None)
 @given(
     common=st.integers(2, 9),
     rows=st.integers(1, 3),
@@ -238,7 +237,7 @@ def test_the_change_of_high_frequencies_is_paired(average, along):
         assert found.high_frequency_amplitude_change_se[2] < 1e-5
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rows=st.integers(2, 9), columns=st.integers(2, 9), seed=st.integers(0, 99))
 def test_radial_mean_is_that_over_all_frequencies(rows, columns, seed):
     x = maps_of(seed=seed, count=2, channels=2, grid=(rows, columns))

@@ -338,7 +338,7 @@ def joined(chunks):
     return torch.cat([chunk for mine in chunks for chunk in mine]).numpy()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(parts(2, 3, least=1))
 def test_running_mean(chunks):
     one, other = together(RunningMean, chunks)
@@ -349,7 +349,7 @@ def test_running_mean(chunks):
     torch.testing.assert_close(other.__dict__, own, rtol=0, atol=0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(parts(3, least=1))
 def test_running_covariance(chunks):
     one, _ = together(RunningCovariance, chunks)
@@ -358,7 +358,7 @@ def test_running_covariance(chunks):
     np.testing.assert_allclose(one.covariance, np.cov(x.T) / len(x), rtol=1e-7, atol=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(parts(2, least=1))
 def test_unit_mean(chunks):
     """Two units, and the change from the first to the second in each image."""
@@ -378,7 +378,7 @@ def test_unit_mean(chunks):
         np.testing.assert_allclose(found[name + "_se"][1], values.std(0, ddof=1) / len(x) ** 0.5, rtol=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(parts(3, least=1))
 def test_site_mean(chunks):
     """One site has all images; a second one is new to the first process."""
@@ -395,7 +395,7 @@ def test_site_mean(chunks):
     np.testing.assert_allclose(found["v_se"][1][0], x.std(0, ddof=1) / len(x) ** 0.5, rtol=1e-7)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(parts(1, 2, 3, 3), st.sampled_from([1, 2, 8]))
 def test_maps_are_in_the_groups_of_one_process(chunks, groups):
     """Image i of all is in group i modulo the number of groups, as if one process had seen the two shares in turn."""
@@ -418,7 +418,7 @@ def test_maps_are_in_the_groups_of_one_process(chunks, groups):
         np.testing.assert_allclose(both[0].powers["site"][group], (mine**2).sum((0, 1, 3, 4)), rtol=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2 * GROUPS + 3), st.integers(0, 2 * GROUPS + 3))
 def test_batches_are_in_the_groups_of_one_process(first, second):
     def of_batch(number):

@@ -149,7 +149,7 @@ def test_statistics_of_nothing_and_of_another_grid():
 # --- ranks ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     *(st.integers(1, 8) for _ in range(3)), st.floats(1e-3, 1e3), st.integers(0, 2**16),
 )  # fmt: skip

@@ -71,7 +71,7 @@ def test_a_single_position_or_image_has_no_variance():
         measure(images(3, 2, 4, 4), over="tokens")
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(count=st.integers(2, 9), chunk=st.integers(1, 9), offset=st.sampled_from([0.0, 100.0]), seed=st.integers(0, 99))
 def test_variance_over_images_is_numpys_for_any_batches(count, chunk, offset, seed):
     x = images(count, 3, 4, 6, seed=seed) * torch.arange(1, 7) + offset
@@ -111,7 +111,6 @@ def test_the_change_is_paired_image_by_image():
     assert found.variance_change[:1].isnull().all() and found.variance_change_se[:1].isnull().all()
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     seed=st.integers(0, 999),
