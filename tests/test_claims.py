@@ -212,10 +212,11 @@ def test_table():
         decide(CLAIMS["E16"], [1.0, 1.5], threshold=1),
     ]
     head, rule, first, second, blank, note = claims.table(verdicts).splitlines()
-    assert head.count("|") == rule.count("|") == second.count("|") == 6
+    assert head.count("|") == rule.count("|") == second.count("|") == 7
     assert r"a \| b c" in first
-    assert "0.583 [-0.365, 1.53], n = 3 seeds" in first
+    assert "0.583 [-0.365, 1.53], n = 3 seeds | above 0 |" in first
     assert "inconclusive (about" in first
+    assert f"({CLAIMS['E16'].statistic})" in second
     assert blank == ""
     assert note == f"- E16, against it: {CLAIMS['E16'].counter_evidence}"
 
@@ -262,7 +263,8 @@ def test_scorecard_is_grouped_by_paper():
     assert "- A2, against it: others differ" in page.splitlines()
     said = Judged("A", "cpu", "a.nc", "", [decide(REGISTRY["A1"], [1.0, 1.1], threshold=0, detail="points | of ten")])
     assert "n = 2 seeds; points \\| of ten |" in claims.scorecard([said])
-    row = "| A1 | A1 holds | above 0 | 1 [-0.242, 2.24], n = 3 seeds | inconclusive (about 4 seeds would decide) |"
+    ours, word = "1 [-0.242, 2.24], n = 3 seeds", "inconclusive (about 4 seeds would decide)"
+    row = f"| A1 | A1 holds (a number) | above 0 | {ours} | above 0 | {word} |"
     assert page.splitlines().count(row) == 2
 
 

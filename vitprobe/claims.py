@@ -160,10 +160,15 @@ def decide(
         high=high,
         n=units.size,
         unit=unit,
-        rule=f"{100 * confidence:g} % Student t interval over {unit}s wholly {direction} {threshold:g}",
+        rule=f"{_whole_interval(unit, confidence)}{direction} {threshold:g}",
         detail="; ".join(notes),
         needed=None if decisive else _needed(units, mean - threshold, confidence),
     )
+
+
+def _whole_interval(unit: str, confidence: float = 0.95) -> str:
+    """How the rule of `decide` begins; what follows is the side and the threshold."""
+    return f"{100 * confidence:g} % Student t interval over {unit}s wholly "
 
 
 def _needed(units: np.ndarray, distance: float, confidence: float) -> int | None:
@@ -277,15 +282,19 @@ def table(verdicts: Sequence[Verdict]) -> str:
     Returns:
         The text.
     """
-    rows = [("Claim", "Statement", "Published", "Ours [interval], n", "Verdict")]
+    rows = [("Claim", "Statement", "Published", "Ours [interval], n", "Supported if", "Verdict")]
     for verdict in verdicts:
         claim = verdict.claim
+        asked = verdict.rule.removeprefix(_whole_interval(verdict.unit)).removeprefix("supported if ")
         word = verdict.verdict if verdict.verdict == "inconclusive" else f"**{verdict.verdict}**"
         if verdict.needed:
             word += f" (about {verdict.needed} {verdict.unit}s would decide)"
         numbers = "" if math.isnan(verdict.value) else _ours(verdict)
         ours = "; ".join(filter(None, [numbers, verdict.detail]))
-        rows.append((claim.id, claim.statement, claim.published, ours, word))
+        # The statistic of a claim is that of the whole; its parts say theirs in the statement.
+        whole = numbers and " " not in claim.id and claim.statistic
+        statement = f"{claim.statement} ({claim.statistic})" if whole else claim.statement
+        rows.append((claim.id, statement, claim.published, ours, asked, word))
     return _table(rows, [verdict.claim for verdict in verdicts])
 
 
@@ -304,7 +313,10 @@ def scorecard(judged: Sequence[Judged], registry: Mapping[str, Claim] | None = N
     verdicts = [verdict for one in judged for verdict in one.verdicts]
     parts = [
         "# Verdicts on published claims\n\nGenerated from the datasets named here; a verdict holds at the scale and "
-        "for the networks of its dataset.\n"
+        'for the networks of its dataset. Where a side and a threshold stand under "supported if", the whole 95 % t '
+        "interval has to lie on that side; if all of it lies on the other, the claim is contradicted, else it is "
+        "inconclusive. Such an interval may reach beyond the values that a statistic can have. A claim with parts is "
+        "contradicted if one of those that decide is.\n"
     ]
     if registry:
         parts.append(summary(judged, registry))
