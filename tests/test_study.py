@@ -105,6 +105,23 @@ def test_recompute_measures_again(settings):
     assert len(MEASURED) == 4
 
 
+def test_redraw_measures_nothing(settings):
+    """A result that somebody else measured can be drawn and judged here, by a rule that has changed."""
+    study = toy(ToyRun("a", 0), ToyRun("a", 1))
+    elsewhere = replace(settings, redraw=True, cache=settings.out / "empty")
+    with pytest.raises(FileNotFoundError, match="run the study that makes it"):
+        run_study(study, elsewhere)
+    path = run_study(study, settings, executor=Inline())
+    before = load(path)
+    path.with_suffix(".png").unlink()
+    run_study(replace(study, verdicts=lambda ds: []), elsewhere)
+    after = load(path)
+    assert len(MEASURED) == 2 and path.with_suffix(".png").exists()
+    assert before.identical(after.assign_attrs(before.attrs)) and after.attrs["verdicts"] == "[]"
+    with pytest.raises(ValueError, match="give one of them"):
+        replace(elsewhere, recompute=True)
+
+
 def test_measurements_of_other_sizes_and_scales_are_other_ones(settings):
     """A measurement may look at as many images as the settings say, of whatever the network was trained on."""
     study = toy(ToyRun("a", 0))

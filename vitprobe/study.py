@@ -60,9 +60,10 @@ class Settings:
         executor: where the runs go: local:N, which is N workers; dask:tcp://HOST:8786 or dask:FILE.json, a Dask
             cluster; slurm:partition=NAME,hours=8,gpus=1,cpus=8,memory_gb=32, a job of each run.
         recompute: measure again (trained models are kept).
+        redraw: draw and judge the saved netCDF again, and measure nothing.
 
     Raises:
-        ValueError: if a number of anything is below one.
+        ValueError: if a number of anything is below one, or both of the last are asked for.
     """
 
     scale: Scale = "quick"
@@ -78,8 +79,11 @@ class Settings:
     workers: int | None = None
     executor: str | None = None
     recompute: bool = False
+    redraw: bool = False
 
     def __post_init__(self) -> None:
+        if self.recompute and self.redraw:
+            raise ValueError("recompute measures again and redraw measures nothing: give one of them")
         for name in ("train_size", "test_size", "seeds", "workers"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}: give 1 or more, or leave it out for the scale's own.")
@@ -133,7 +137,7 @@ class Study:
 
 
 def run_study(study: Study, settings: Settings, *, executor: Any = None) -> Path:
-    """Measure every run of a study that is not measured yet, then save, draw and judge.
+    """Measure every run of a study that is not measured yet, unless `settings.redraw`; then save, draw and judge.
 
     Args:
         study: the study.
@@ -149,6 +153,24 @@ def run_study(study: Study, settings: Settings, *, executor: Any = None) -> Path
         ValueError: if there is no such executor.
     """
     settings = _from_anywhere(settings)
+    paper, figure = study.name.split("/")
+    stem = (settings.out or Path("results") / paper) / f"{figure}_{settings.scale}"
+    ds = load(stem.with_suffix(".nc")) if settings.redraw else _measured(study, settings, executor)
+    verdicts = list(study.verdicts(ds))
+    ds.attrs |= {"title": study.title, "study": study.name, "scale": settings.scale}
+    ds.attrs["verdicts"] = verdicts_to_json(verdicts)
+    path = save(ds, stem.with_suffix(".nc"))
+    save_figure(study.draw(ds), stem.with_suffix(".png"))
+    for verdict in verdicts:
+        print(f"  {verdict.claim.id:<24} {verdict.verdict:<13} {_numbers(verdict)}")
+    print(f"  {path}\n  {stem.with_suffix('.png')}")
+    if verdicts:
+        print(f"  {write_claims(stem.parent, settings.scale)}")
+    return path
+
+
+def _measured(study: Study, settings: Settings, executor: Any) -> xr.Dataset:
+    """All runs of a study, those that are missing measured; fails if one of them does, and keeps the others."""
     runs = list(study.grid(settings))
     files = [_measured_file(study, run, settings) for run in runs]
     missing = {file: run for run, file in zip(runs, files, strict=True) if settings.recompute or not _loads(file)}
@@ -162,20 +184,7 @@ def run_study(study: Study, settings: Settings, *, executor: Any = None) -> Path
         )
         error.add_note(failure.trace)
         raise error
-    ds = stack_runs([load(file) for file in files], model=[run.model for run in runs])
-    verdicts = list(study.verdicts(ds))
-    ds.attrs |= {"title": study.title, "study": study.name, "scale": settings.scale}
-    ds.attrs["verdicts"] = verdicts_to_json(verdicts)
-    paper, figure = study.name.split("/")
-    stem = (settings.out or Path("results") / paper) / f"{figure}_{settings.scale}"
-    path = save(ds, stem.with_suffix(".nc"))
-    save_figure(study.draw(ds), stem.with_suffix(".png"))
-    for verdict in verdicts:
-        print(f"  {verdict.claim.id:<24} {verdict.verdict:<13} {_numbers(verdict)}")
-    print(f"  {path}\n  {stem.with_suffix('.png')}")
-    if verdicts:
-        print(f"  {write_claims(stem.parent, settings.scale)}")
-    return path
+    return stack_runs([load(file) for file in files], model=[run.model for run in runs])
 
 
 def one_after_the_other(actions: Mapping[str, Callable[[], Any]]) -> None:
