@@ -113,7 +113,7 @@ def draw(ds: xr.Dataset) -> Figure:
         bands = f"Bands, and bars beside the ends: 95 % t interval over {seeds} seeds. " if seeds > 2 else ""
         figure.supxlabel(
             f"{ds.attrs['data']}, 100 % are {images[0]:,} training images; means over {seeds} "
-            f"seed{'s' * (seeds > 1)}.\n{seen}{bands}Dashed on the right: gated attention frozen as it starts.",
+            f"seed{'s' * (seeds > 1)}. {seen}\n{bands}Dashed on the right: gated attention frozen as it starts.",
             fontsize=6.5,
             color=GREY,
         )

@@ -343,8 +343,8 @@ def draw(ds: xr.Dataset) -> Figure:
         below.legend(*gates[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
         bands = f" Bands: 95 % t interval over {count} seeds." if count > 2 else ""
         figure.supxlabel(
-            f"{ds.attrs['data']}, {ds.attrs['patches']} patches, {IMAGES} test images or all (accuracies: those that "
-            f"training watches); {count} seed{'s' * (count > 1)}.\n"
+            f"{ds.attrs['data']}, {ds.attrs['patches']} patches, {IMAGES} test images or all (accuracies: those "
+            f"seen after every epoch); {count} seed{'s' * (count > 1)}.\n"
             f"Above, each on its own scale: means over heads and seeds.{bands}",
             fontsize=6.5,
             color=GREY,

@@ -9,11 +9,12 @@ Command    vitprobe run li/two_phase                         digits
 Cost       Each seed takes two whole trainings and three of half their length. quick: 15 trainings of nano networks,
            about 5 minutes of one core; cpu: 15 trainings of micro networks of nine heads, 7 minutes of one core for
            each seed (both estimated from the speed of such networks). paper: not measured.
-Arms       All have nine heads, the same width and number of epochs, and share data, order and augmentation.
-           "two phases": convolutional_vit for half of the epochs, then relative_vit, whose heads start by looking at
-           the nine taps (logit 8); each phase has the recipe's whole schedule. "from scratch": relative_vit.
-           "convolution": convolutional_vit. "convolution, twice": it goes on as itself after the first phase, with the
-           same second schedule, so that it differs from two phases in the attention alone.
+Arms       All have nine heads, the same width and number of epochs, and share data, order and augmentation. "two
+           phases": convolutional_vit for half of the epochs, then relative_vit, whose heads start by looking at the
+           nine taps (logit 8); each phase has the recipe's whole schedule. "from scratch": relative_vit, which too has
+           a ring of zero tokens around the image for its heads to look at, so that at the start about a third of its
+           attention goes to nothing. "convolution": convolutional_vit. "convolution, twice": it goes on as itself after
+           the first phase, with the same second schedule, so that it differs from two phases in the attention alone.
 Rule       Set before anything was measured. Statistics are test accuracies of each seed. L3: two phases less from
            scratch, above zero. L4: after the hand-over less before it, above -0.5 percentage points; and two phases
            less convolution, and less convolution twice, above zero; all three decide, because either difference could
@@ -142,14 +143,17 @@ def draw(ds: xr.Dataset) -> Figure:
 
 
 def _curves(ax: Axes, ds: xr.Dataset) -> None:
+    first = int(where(ds, arm=TWO_PHASES).first_epochs.values[0])
     for arm, look in ARMS.items():
-        values = 100 * where(ds, arm=arm).test_accuracy.transpose("run", "epoch").values
+        # The same run as that of two phases up to the hand-over, which it would hide.
+        curve = where(ds, arm=arm).test_accuracy.isel(epoch=slice(first - 1 if arm == TWICE else 0, None))
+        values = 100 * curve.transpose("run", "epoch").values
         if len(values) > 1:
-            ax.plot(ds.epoch, values.T, color=look.color, linewidth=0.5, alpha=0.4)
+            ax.plot(curve.epoch, values.T, color=look.color, linewidth=0.5, alpha=0.4)
         ax.plot(
-            ds.epoch, values.mean(0), color=look.color, marker=look.marker, markersize=2.8, label=look.label, zorder=3
-        )
-    first = float(where(ds, arm=TWO_PHASES).first_epochs.values[0])
+            curve.epoch, values.mean(0), color=look.color, marker=look.marker, markersize=2.8, label=look.label,
+            zorder=3,
+        )  # fmt: skip
     ax.axvline(first + 0.5, color=GREY, linewidth=0.7, linestyle="--")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlabel="epochs of training (dashed: hand-over)", ylabel="test accuracy [%]")

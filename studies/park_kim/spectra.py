@@ -47,7 +47,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from studies.outcomes import Look, judge, where
+from studies.outcomes import Look, judge, part, where
 from studies.park_kim.eigenvalues import STATISTICS, contrast, eigenvalues, measured_epochs, over_seeds
 from studies.park_kim.families import CLAIMS, LOOKS, family
 from studies.park_kim.families import grid as families_grid
@@ -162,22 +162,37 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     warmup, *later = ds.epoch.values.astype(int).tolist()
     e3 = compare(ds, CLAIMS["E3"], "nep", "ViT", "ResNet", warmup, above=True)
     parts = [
-        compare(ds, _part("E5", f"epoch {epoch}"), "ape", "ViT", "ResNet", epoch, above=False)
+        compare(
+            ds,
+            _part("E5", f"epoch {epoch}", f"After epoch {epoch} a ViT has smaller positive eigenvalues than a ResNet"),
+            "ape",
+            "ViT",
+            "ResNet",
+            epoch,
+            above=False,
+        )
         for epoch in (warmup, *later)
     ]
-    stages = replace(_part("E13", "NEP"), statement="Several stages suppress negative eigenvalues")
-    windows = replace(_part("E13", "APE"), statement="Attention in windows shrinks positive eigenvalues")
+    stages = _part("E13", "NEP", "Several stages suppress negative eigenvalues")
+    windows = _part("E13", "APE", "Attention in windows shrinks positive eigenvalues")
     e13 = [
         compare(ds, stages, "nep", "PiT", "ViT", warmup, above=False),
         compare(ds, windows, "ape", "Swin", "ViT", warmup, above=False),
     ]
     plain = BARE if (ds.family == BARE).any() else "ResNet"
     e21 = [
-        compare(ds, _part("E21", "APE"), "ape", "AlterNet", plain, warmup, above=False),
-        few(ds, _part("E21", "NEP"), "AlterNet", warmup),
+        compare(
+            ds,
+            _part("E21", "APE", "AlterNet has smaller positive eigenvalues than the network without attention"),
+            "ape",
+            "AlterNet",
+            plain,
+            warmup,
+            above=False,
+        ),
+        few(ds, _part("E21", "NEP", f"AlterNet has few negative eigenvalues: NEP below {FEW:g}"), "AlterNet", warmup),
     ]
-    whole = _part("E21", "curvature")
-    whole = replace(whole, statement="AlterNet has a flatter loss than the convolutional network, few negatives")
+    whole = _part("E21", "curvature", "AlterNet has a flatter loss than the convolutional network, few negatives")
     return [
         e3,
         *(combine(CLAIMS["E5"], parts), *parts),
@@ -186,8 +201,9 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     ]
 
 
-def _part(claim: str, words: str) -> Claim:
-    return replace(CLAIMS[claim], id=f"{claim} {words}", counter_evidence="")
+def _part(claim: str, words: str, statement: str) -> Claim:
+    """A part of a claim, with the published values of the whole."""
+    return part(CLAIMS[claim], words, statement, published=CLAIMS[claim].published)
 
 
 # --- figure -----------------------------------------------------------------------------------------

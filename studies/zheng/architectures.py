@@ -169,7 +169,8 @@ def draw(ds: xr.Dataset) -> Figure:
         ROWS,
         name="architecture",
         reference="simple_vit",
-        thresholds={},
+        thresholds={"worse by 2": (-ABOUT, "left"), "better by 2": (ABOUT, "right")},
+        note="Dotted: the margins of Z4. Z5 compares with Model I in the same seed instead, as the verdicts say.",
         published=f"published: CIFAR-10, one run (simple ViT: {PUBLISHED['simple_vit']} %)",
     )
 

@@ -113,7 +113,7 @@ def draw(ds: xr.Dataset) -> Figure:
         name="filters",
         reference="learned",
         thresholds={"little": (-LITTLE * learned, "right"), "much": (-MUCH * learned, "left")},
-        published="published in a later paper: CIFAR-10, filters of 3, one run",
+        published="published in a later paper: CIFAR-10, filters of 3, by a review",
         note=f"Dotted: little and much by the rule, {LITTLE:g} and {MUCH:g} of the accuracy above chance.",
     )
 
