@@ -86,6 +86,10 @@ _CLAIMS = [
         ),
         published="not known: the paper shows curves",
         source=f"figure on the stability of optimisation; {_SUMMARY}",
+        counter_evidence=(
+            "Half of the training is that of a convolutional network, so that the comparison is also one of networks; "
+            "and each phase sees the high learning rates for half as long."
+        ),
     ),
 ]
 
