@@ -277,7 +277,11 @@ def test_summary_names_the_claims_by_their_verdicts():
     )
 
     def row(*verdicts: Verdict, registry: Mapping[str, Claim] = REGISTRY) -> list[str]:
-        head, _, one, two = claims.summary([Judged("A", "cpu", "a.nc", "", verdicts)], registry).splitlines()
+        text = claims.summary([Judged("A", "cpu", "a.nc", "", verdicts)], registry)
+        head, _, one, two, *said = text.splitlines()
+        for word, names in zip(("supported", "contradicted"), one.split("|")[2:4], strict=True):
+            line = "; ".join(f"**{name}** {name} holds" for name in names.replace(",", " ").split())
+            assert (f"- {word}: {line}" in said) == bool(line)
         assert head == "| Paper | supported | contradicted | inconclusive | not measured |"
         assert two == "| Two |  |  |  | B1 |"
         return [cell.strip() for cell in one.split("|")[1:-1]]

@@ -335,7 +335,7 @@ def scorecard(judged: Sequence[Judged], registry: Mapping[str, Claim] | None = N
 
 
 def summary(judged: Sequence[Judged], registry: Mapping[str, Claim]) -> str:
-    """A Markdown table that names the claims of each paper by their verdicts.
+    """A Markdown table that names the claims of each paper by their verdicts, and what those that are decided say.
 
     A claim that several datasets judge, or that is judged by its `parts`, counts as `combine` would have it; it is not
     supported while one of its parts is not measured. What is judged beside a claim does not count.
@@ -359,7 +359,12 @@ def summary(judged: Sequence[Judged], registry: Mapping[str, Claim]) -> str:
     rows = [("Paper", *columns)]
     for paper, found in words.items():
         rows.append((paper, *(", ".join(found.get(column, ())) for column in columns)))
-    return _table(rows, [])
+    decided = [
+        f"- {word}: " + "; ".join(f"**{name}** {registry[name].statement}" for name in names)
+        for word in ("supported", "contradicted")
+        if (names := [name for found in words.values() for name in found.get(word, ())])
+    ]
+    return "\n".join([_table(rows, []), *(f"{line}\n" for line in decided)])
 
 
 def overview(judged: Sequence[Judged], registry: Mapping[str, Claim], *, width: int = 200) -> str:
