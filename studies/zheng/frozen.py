@@ -7,7 +7,8 @@ Command    vitprobe run zheng/frozen                         digits, 4 x 4 token
            vitprobe run zheng/frozen --scale cpu             CIFAR-10, 8 x 8 tokens, 5,000 images
            vitprobe run zheng/frozen --scale paper --device cuda
 Cost       quick: 33 trainings, about 7 minutes of one core (estimated). cpu: 18 trainings, three of them shared with
-           zheng/architectures: 1366 s on two cores for 15 of them (measured). paper: 81 trainings, not measured.
+           zheng/architectures: 1366 s on two cores for 15 of them, 6 minutes with the other three (measured, beside
+           other work). paper: 81 trainings, not measured.
 Networks   Data-free maps: Model II, whose queries and keys see the position code alone. Mixed maps: Model I, half
            tokens, half code. Nine heads, as many as a 3 x 3 kernel has taps, drawn with replacement as published (eight
            and 5 x 5 at the paper scale). Impulses are as in zheng/initialisations.py.
@@ -28,7 +29,8 @@ Rule       Set before anything was measured. Of each seed, with data-free maps a
            gap. A network with trained maps that did not learn its task (35 % of ten classes) makes it inconclusive; one
            with frozen maps does not, because that is what is claimed.
 Expected   Z6 supported: without local maps the network is a bag of patches. The accuracy by the recipe of
-           scales.SMALL["cpu"], mean of seeds 0 to 2, has not been measured.
+           scales.SMALL["cpu"], mean of seeds 0 to 2: trained 53.0 % random and 52.4 % impulse, frozen 43.3 % random,
+           46.4 % impulse, 47.7 % far and 46.8 % all taps.
 """
 
 import sys
