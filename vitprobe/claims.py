@@ -360,9 +360,9 @@ def summary(judged: Sequence[Judged], registry: Mapping[str, Claim]) -> str:
     for paper, found in words.items():
         rows.append((paper, *(", ".join(found.get(column, ())) for column in columns)))
     decided = [
-        f"- {word}: " + "; ".join(f"**{name}** {registry[name].statement}" for name in names)
+        f"- {word}: " + "; ".join(f"**{claim}** {registry[claim].statement}" for claim in ids)
         for word in ("supported", "contradicted")
-        if (names := [name for found in words.values() for name in found.get(word, ())])
+        if (ids := [claim for found in words.values() for claim in found.get(word, ())])
     ]
     return "\n".join([_table(rows, []), *(f"{line}\n" for line in decided)])
 
