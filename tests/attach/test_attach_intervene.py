@@ -601,7 +601,7 @@ def test_model_is_as_it_was_after_an_exception(error):
         remove(default_forward, model, x)
     handle.remove()
     assert_same(before, state(model))
-    assert remove._kept == {}
+    assert remove.kept == {}
     copied = copy.deepcopy(model)
     copied[3] = copied[4] = nn.Identity()
     with untouched(model):

@@ -184,7 +184,7 @@ def test_pass_that_runs_other_operations_is_an_error():
     with untouched(model):
         found = plan(model, torch.randn(2, 3, 8, 8))
         watch = Watch(model, found, on_unit=lambda unit, activation: None)
-        with pytest.raises(RuntimeError, match="the forward pass changed between batches"):
+        with pytest.raises(RuntimeError, match="the forward pass changed since it was traced"):
             watch(default_forward, model, torch.randn(3, 3, 8, 8))
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from vitprobe.attach.maps import MapSource, mha_arguments, sdpa_arguments, whole_maps
 from vitprobe.attach.parts import AttentionSite, Unit
 from vitprobe.attach.plan import Plan
-from vitprobe.attach.trace import Clock, Event
-from vitprobe.calling import Forward, replace_tensor, tensors_of
+from vitprobe.attach.trace import Event, Replay
+from vitprobe.calling import replace_tensor, tensors_of
 
 Removal = Literal["branch", "bypass"]
 Edit = Callable[[AttentionSite, Tensor, tuple[Tensor, ...]], Tensor]
@@ -40,7 +40,7 @@ def removal(unit: Unit, plan: Plan) -> Removal | None:
     return None
 
 
-class Intervention(Clock):
+class Intervention(Replay):
     """Forward passes with units removed or attention maps edited.
 
     Args:
@@ -52,6 +52,8 @@ class Intervention(Clock):
         edit: called with a site, its maps `(image, window, head, query, key)` of the whole batch, and the site's
             parts of the same shape (GPSA's content and position maps); gives the maps to use.
     """
+
+    awaited = "interventions"
 
     def __init__(
         self,
@@ -84,46 +86,18 @@ class Intervention(Clock):
         self._convolutions = {event for unit in convolutions for event in unit.convolutions}
         self._sites = {site.event: site for site in sites}
         self._parts = {event: site for site in sites for event in site.parts}
-        self._kept: dict[Any, Tensor] = {}
-
-    def __call__(self, forward: Forward, model: nn.Module, batch: Any) -> Any:
-        """Run one forward pass with the intervention.
-
-        Args:
-            forward: calls the model on a batch.
-            model: the module that was traced.
-            batch: the batch.
-
-        Returns:
-            What the model returned.
-
-        Raises:
-            RuntimeError: if the pass ran other operations than the traced one.
-        """
-        self._done = 0
-        try:
-            with self.running():
-                output = forward(model, batch)
-        finally:
-            self._kept.clear()
-        expected = len(self._branches) + len(self._bypassed) + len(self._convolutions) + len(self._sites)
-        if self._done != expected:
-            raise RuntimeError(
-                f"the forward pass changed since it was traced: {self._done} of {expected} interventions took place. "
-                "The model decides by the data or the batch size what to run: give batches of one size."
-            )
-        return output
+        self.planned = len(self._branches) + len(self._bypassed) + len(self._convolutions) + len(self._sites)
 
     def instead(self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The stream alone for a removed branch, what it takes for a convolution, the product with the edited maps."""
         if (stream := self._branches.get(event)) is not None:
-            self._done += 1
+            self.came += 1
             return _stream_alone(stream, func, args, kwargs)
         if event in self._convolutions:
-            self._done += 1
+            self.came += 1
             return tensors_of([*args, kwargs])[0].clone()
         if site := self._sites.get(event):
-            self._done += 1
+            self.came += 1
             return self._edited(site, func, args, kwargs)
         return NotImplemented
 
@@ -140,18 +114,18 @@ class Intervention(Clock):
     def _pass(self, event: Event, x: Tensor) -> Tensor | None:
         replacement = None
         if unit := self._bypassed.get(event):
-            self._done += 1
-            replacement = x = self._kept.pop(unit.index)
+            self.came += 1
+            replacement = x = self.kept.pop(unit.index)
         if (index := self._before.get(event)) is not None:
-            self._kept[index] = x.clone()  # an activation function may work in place on the original
+            self.kept[index] = x.clone()  # an activation function may work in place on the original
         if event in self._parts:
-            self._kept[event] = x
+            self.kept[event] = x
         return replacement
 
     def _edited(self, site: AttentionSite, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         assert self.edit is not None
         edit = self.edit
-        parts = tuple(self._kept.pop(event) for event in site.parts)
+        parts = tuple(self.kept.pop(event) for event in site.parts)
 
         def edited(maps: Tensor) -> Tensor:
             first, *others = (site.by_image(x.expand(maps.shape)) for x in (maps, *parts))

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vitprobe.attach.maps import MapSource, recognise
 from vitprobe.attach.places import Places
-from vitprobe.calling import eager, replace_tensor, tensors_of
+from vitprobe.calling import Forward, eager, replace_tensor, tensors_of
 
 Op = Literal["add", "attention", "kernel", "conv", "linear", "pool", "scan", "other"]
 
@@ -169,7 +169,7 @@ class _Frame:
 class Clock(TorchFunctionMode):
     """Counts the operations and module calls of a forward pass, and calls back at each.
 
-    Base of the tracer, which records all, and of the watch, which waits for a few. Only calls that return tensors
+    Base of the tracer, which records all, and of a replay, which waits for a few. Only calls that return tensors
     or change one count; reading a shape does not.
     """
 
@@ -271,6 +271,52 @@ def _uncompiled() -> AbstractContextManager[Any]:
     if "torch.nn.attention.flex_attention" in sys.modules:
         importlib.import_module("torch._dynamo")  # else `eager` takes it for unused; flex_attention compiles itself
     return eager()
+
+
+class Replay(Clock):
+    """Forward passes of a traced model, in each of which all that was planned has to come by.
+
+    Attributes:
+        planned: how many events.
+        awaited: what they are, in the plural.
+        came: how many of them have come by in this pass.
+        kept: what one event leaves for a later one of the same pass.
+    """
+
+    awaited = "events"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.planned = self.came = 0
+        self.kept: dict[Any, Tensor] = {}
+
+    def __call__(self, forward: Forward, model: nn.Module, batch: Any) -> Any:
+        """Run one forward pass.
+
+        Args:
+            forward: calls the model on a batch.
+            model: the module that was traced.
+            batch: the batch.
+
+        Returns:
+            What the model returned.
+
+        Raises:
+            RuntimeError: if the pass ran other operations than the traced one.
+        """
+        self.came = 0
+        try:
+            with self.running():
+                output = forward(model, batch)
+        finally:
+            self.kept.clear()
+        if self.came != self.planned:
+            raise RuntimeError(
+                f"the forward pass changed since it was traced: {self.came} of {self.planned} {self.awaited} took "
+                "place. The model decides by the data or the batch size what to run: give batches of one size, or a "
+                "forward= that always runs the same."
+            )
+        return output
 
 
 class Tracer(Clock):

@@ -10,7 +10,7 @@ from vitprobe.attach.layout import Activation
 from vitprobe.attach.maps import compute_maps
 from vitprobe.attach.parts import AttentionSite, Unit
 from vitprobe.attach.plan import Plan
-from vitprobe.attach.trace import Clock, Event
+from vitprobe.attach.trace import Event, Replay
 
 Inputs = Literal["layer", "patch embedding"]
 Gated = tuple[Tensor, Tensor, Tensor]
@@ -20,7 +20,7 @@ Gated = tuple[Tensor, Tensor, Tensor]
 CHUNK = 1 << 21
 
 
-class Watch(Clock):
+class Watch(Replay):
     """Hands over the activations of units and the attention maps of each forward pass made while it is `running()`.
 
     Args:
@@ -38,6 +38,8 @@ class Watch(Clock):
     Raises:
         ValueError: if attention cannot be given the patch embedding.
     """
+
+    awaited = "units and attention maps"
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class Watch(Clock):
         gated = [site for site in plan.attentions if site.parts] if on_gated else []
         self._sites = {site.event: site for site in (plan.attentions if on_attention else gated)}
         self._parts = {event for site in gated for event in site.parts}
-        self._kept: dict[Event, Tensor] = {}
+        self.planned = len(self._units) + len(self._sites)
         self._embedding = plan.embedding if inputs == "patch embedding" else None
         self._calls = {site.event.call: site.name for site in plan.attentions} if self._embedding else {}
         if inputs == "patch embedding" and plan.embedding is None:
@@ -69,35 +71,6 @@ class Watch(Clock):
                 "stream; use inputs='layer'."
             )
 
-    def __call__(self, forward: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Any:
-        """Run one forward pass and hand over what it shows.
-
-        Args:
-            forward: calls the model on a batch.
-            model: the module that was traced.
-            batch: the batch.
-
-        Returns:
-            What the model returned.
-
-        Raises:
-            RuntimeError: if the pass ran other operations than the traced one.
-        """
-        self._seen = 0
-        try:
-            with self.running():
-                output = forward(model, batch)
-        finally:
-            self._kept.clear()
-        expected = len(self._units) + len(self._sites)
-        if self._seen != expected:
-            raise RuntimeError(
-                f"the forward pass changed between batches: {self._seen} of {expected} units "
-                "and attention maps came by. The model decides by the data or the batch size what to run: give batches "
-                "of one size, or a forward= that always runs the same."
-            )
-        return output
-
     def on_operation(
         self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> None:
@@ -105,10 +78,10 @@ class Watch(Clock):
         if unit := self._units.get(event):
             self._show(unit, tensors[0])
         if event in self._parts:
-            self._kept[event] = tensors[0]
+            self.kept[event] = tensors[0]
         if site := self._sites.get(event):
-            self._seen += 1
-            parts = [_by_image(self._kept.pop(part), site) for part in site.parts if part in self._kept]
+            self.came += 1
+            parts = [_by_image(self.kept.pop(part), site) for part in site.parts if part in self.kept]
             start = 0
             for maps in self._maps(site, func, args, kwargs, tensors[0].device):
                 if self.on_attention is not None:
@@ -125,14 +98,14 @@ class Watch(Clock):
             self._show(unit, tensors[0])
         if self._embedding and event == self._embedding.event:
             x = self._embedding.layout.split(self._embedding.layout.batch_first(tensors[0])).patches
-            self._kept[event] = x.flatten(1, 2)
+            self.kept[event] = x.flatten(1, 2)
 
     def inputs_of(self, call: int, args: tuple) -> tuple:
         """The patch embedding instead of the tokens that an attention module is called with."""
         if call not in self._calls:
             return args
         assert self._embedding is not None
-        patches = self._kept.get(self._embedding.event)
+        patches = self.kept.get(self._embedding.event)
         if patches is None:
             raise ValueError(
                 f"inputs='patch embedding': {self._calls[call]} is called before the patches are embedded; use "
@@ -152,7 +125,7 @@ class Watch(Clock):
         return tuple(x.index_copy(1, order, patches.to(x.dtype)) if any(x is t for t in tokens) else x for x in args)
 
     def _show(self, unit: Unit, x: Tensor) -> None:
-        self._seen += 1
+        self.came += 1
         x = unit.layout.batch_first(x)
         if self.on_unit is not None:
             for part in x.split(chunk_size(x[0].numel(), x.device)):
