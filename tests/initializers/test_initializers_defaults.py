@@ -9,7 +9,8 @@ from libraries import LIBRARIES, from_timm, from_torchvision, from_transformers,
 from torch import nn
 
 import vitprobe as vp
-from vitprobe.initializers import default_, gpsa_, positions_
+from vitprobe.initializers import default_, gpsa_, impulse_, positions_
+from vitprobe.initializers.access import position_code
 from vitprobe.models import create_model
 from vitprobe.models.layers import sincos_positions
 from vitprobe.probes.nonlocality import distances
@@ -104,6 +105,23 @@ def test_a_sincos_code_in_any_library(library):
     rows = dict(model.named_parameters())[name].reshape(-1, 32)
     torch.testing.assert_close(rows[-16:].detach(), 2 * sincos_positions((4, 4), 32))
     assert len(rows) == 16 or not rows[0].any()
+
+
+def test_codes_that_are_maps_of_channels():
+    """PiT adds one before its tokens are a row; others keep theirs with the channels last."""
+    model = timm.create_model("pit_ti_224", img_size=64, num_classes=3)
+    side = model.pos_embed.shape[-1]
+    assert positions_(model, code="sincos").attrs["numerical_rank"] > 1
+    rows = model.pos_embed.detach()[0].permute(1, 2, 0).reshape(side**2, -1)
+    torch.testing.assert_close(rows, sincos_positions((side, side), rows.shape[1]))
+    with pytest.raises(ValueError, match=r"transformers\.1\.blocks\.0\.attn, which takes 128 channels"):
+        impulse_(model, kernel_size=3, seed=0)
+    model = nn.Module()
+    model.pos_embed = nn.Parameter(torch.zeros(1, 3, 4, 8))
+    assert position_code(model).code.shape == (12, 8)
+    model.pos_embed = nn.Parameter(torch.zeros(2, 3, 4, 8))
+    with pytest.raises(ValueError, match=r"pos_embed of shape \(2, 3, 4, 8\) has not one row for each token"):
+        position_code(model)
 
 
 def test_the_rank_of_a_code_is_what_can_be_told_apart():

@@ -317,7 +317,7 @@ def position_code(model: nn.Module, grid: tuple[int, int] | None = None) -> Posi
         The code.
 
     Raises:
-        ValueError: if it has fewer rows than there are patches.
+        ValueError: if it has fewer rows than there are patches, or is no table of rows at all.
     """
     model = unwrap(model)
     parameters = dict(model.named_parameters())
@@ -325,8 +325,7 @@ def position_code(model: nn.Module, grid: tuple[int, int] | None = None) -> Posi
     name = next((name for name in tensors if _CODE.search(name) and tensors[name].is_floating_point()), None)
     if name is None:
         return None
-    whole = tensors[name].detach()
-    whole = whole.view(-1, whole.shape[-1])
+    whole = _rows(name, tensors[name].detach())
     patches = len(whole) if grid is None else grid[0] * grid[1]
     if len(whole) < patches:
         raise ValueError(
@@ -339,6 +338,15 @@ def position_code(model: nn.Module, grid: tuple[int, int] | None = None) -> Posi
     for row, token in zip(prefix, tokens, strict=False):
         row += token
     return PositionCode(name, whole, patches, prefix, name in parameters)
+
+
+def _rows(name: str, code: Tensor) -> Tensor:
+    """A view (token, dim) of a code, which some models, PiT among them, keep as a map of channels."""
+    if code.ndim == 4 and len(code) == 1 and code.shape[2] == code.shape[3] != code.shape[1]:
+        return code[0].flatten(1).T
+    if code.ndim > 4 or any(size != 1 for size in code.shape[:-3]):
+        raise ValueError(f"the position code {name} of shape {tuple(code.shape)} has not one row for each token.")
+    return code.view(-1, code.shape[-1])
 
 
 def prefix_tokens(model: nn.Module) -> dict[str, Tensor]:
