@@ -431,7 +431,7 @@ def test_every_probe_gets_its_own_options_and_what_flags_say(monkeypatch, capsys
         seen.update(repeats=repeats, path=path, others=others)
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(probes.LOSS_PROBES, "mine", mine)
+    monkeypatch.setitem(probes.IMAGE_PROBES, "mine", mine)
     arguments = ["probe", "vit_nano", "--images", "10", "--probes", "fourier,mine", "--option", "definition=paper"]
     arguments += ["--layers", "blocks.*", "--prefix", "0", "--batch-size", "5", "--option", "repeats=3", "-o", "x.nc"]
     assert call(*arguments) == 2
@@ -449,6 +449,15 @@ def test_every_probe_gets_its_own_options_and_what_flags_say(monkeypatch, capsys
         "others": {},
     }  # fmt: skip
     assert xr.load_dataset("x_fourier.nc").attrs["definition"] == "paper"
+
+
+def test_corruptions_are_of_the_images_that_were_asked_for():
+    arguments = ["probe", "vit_nano", "--data", "synthetic:low", "--images", "10", "--option", "severities=[3]"]
+    assert call(*arguments, "--option", "types=['gaussian_noise', 'fog']", "--probes", "corruption_robustness") == 2
+    arguments += ["--option", "types=['gaussian_noise','fog']", "--probes", "corruption_robustness", "-o", "c.nc"]
+    assert call(*arguments) == 0
+    ds = xr.load_dataset("c.nc")
+    assert dict(ds.sizes) == {"corruption": 2, "severity": 1} and ds.attrs["images"] == 10
 
 
 def test_images_are_normalised_as_the_model_wants(tmp_path):

@@ -129,11 +129,10 @@ ROWS = [row for table in tables() for row in table]
 def test_the_table_names_every_probe_and_no_other():
     from vitprobe import probes
 
-    for table, registry in zip(
-        tables(), (probes.FEATURE_PROBES, probes.LOSS_PROBES, probes.CHANGE_PROBES), strict=False
-    ):
+    registries = (probes.FEATURE_PROBES, probes.LOSS_PROBES, probes.CHANGE_PROBES, probes.IMAGE_PROBES)
+    for table, registry in zip(tables(), registries, strict=False):
         assert sorted(name for name, _ in table) == sorted(registry)
-    assert len(tables()) == 4 and len(dict(ROWS)) == len(ROWS)
+    assert len(tables()) == 5 and len(dict(ROWS)) == len(ROWS)
     assert [name for name, _ in ROWS if not callable(getattr(probes, name, None))] == []
 
 

@@ -110,12 +110,12 @@ def list_all(
         print(f"{gap}recipes (vitprobe train MODEL --recipe ...)")
         _list_recipes(bool(verbose))
     if "probes" in wanted:
-        from vitprobe.probes import CHANGE_PROBES, FEATURE_PROBES, LOSS_PROBES
+        from vitprobe.probes import CHANGE_PROBES, FEATURE_PROBES, IMAGE_PROBES, LOSS_PROBES
 
         print(f"{gap}probes (vitprobe probe MODEL --probes ...)")
         for name, probe_class in sorted(FEATURE_PROBES.items()):
             print(f"  {name:<24} {probe_class.title}")
-        for name, function in sorted({**LOSS_PROBES, **CHANGE_PROBES}.items()):
+        for name, function in sorted({**LOSS_PROBES, **CHANGE_PROBES, **IMAGE_PROBES}.items()):
             print(f"  {name:<24} {(function.__doc__ or '').splitlines()[0]}")
     if "data" in wanted:
         from vitprobe.data import DATA_NAMES
@@ -249,12 +249,12 @@ def probe(
 
     from vitprobe.data import load_data
     from vitprobe.data.split import Split, subset
-    from vitprobe.probes import CHANGE_PROBES, FEATURE_PROBES, LOSS_PROBES
+    from vitprobe.probes import CHANGE_PROBES, FEATURE_PROBES, IMAGE_PROBES, LOSS_PROBES
     from vitprobe.probes import probe as run_probes
     from vitprobe.results import save
     from vitprobe.training import load_weights
 
-    functions = {**LOSS_PROBES, **CHANGE_PROBES}
+    functions = {**LOSS_PROBES, **CHANGE_PROBES, **IMAGE_PROBES}
     known: dict[str, Callable[..., Any]] = {**FEATURE_PROBES, **functions}
     named = [name.strip() for name in probes.split(",")]
     for name in named:
@@ -265,7 +265,7 @@ def probe(
     given = _options_by_probe(parse_options(option), {name: known[name] for name in names})
     measurements = [FEATURE_PROBES[name](**given[name]) for name in sharing]
     paths = _output_paths(output, names)
-    own_images = [name for name in names if "source" in inspect.signature(known[name]).parameters]
+    own_images = [name for name in names if name in IMAGE_PROBES]
     if own_images and image_size is not None:
         raise ValueError(f"{own_images[0]} makes images of its own, of the data's size: leave out --image-size.")
     if image_size is not None and image_size < 1:
@@ -327,7 +327,7 @@ def probe(
         takes = inspect.signature(functions[name]).parameters
         flags = {"path": paths[name], "batch_size": batch_size, **where}
         fitting = {key: value for key, value in flags.items() if key in takes}
-        inputs = source if "source" in takes else batches
+        inputs = source if name in IMAGE_PROBES else batches
         keep(name, functions[name](network, inputs, **(fitting | given[name])))
     if output.suffix != ".nc":
         from vitprobe.report import write_report

@@ -59,10 +59,14 @@ CHANGE_PROBES: dict[str, Callable[..., xr.Dataset]] = {
 }
 """The probes that change something and look at the answers, a pass for each change, by name."""
 
+IMAGE_PROBES: dict[str, Callable[..., xr.Dataset]] = {"corruption_robustness": corruption_robustness}
+"""The probes that make images of their own of a data set, by name; they take that as `source`, and no batches."""
+
 __all__ = [
     "CHANGE_PROBES",
     "CKA",
     "FEATURE_PROBES",
+    "IMAGE_PROBES",
     "LOSS_PROBES",
     "AttentionEntropy",
     "AttentionGates",
