@@ -1,5 +1,6 @@
 """Curves of the trainings that other studies make: the grid, means and intervals by hand, a smoke run."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from studies.dascoli import ablations, learning_curves, sample_efficiency
 from studies.dascoli.ablations import ROWS
 from studies.dascoli.learning_curves import BY_SHARE, LINES, curves, draw, passes
-from studies.outcomes import where
+from studies.outcomes import watched, where
 from vitprobe.results import load
 from vitprobe.study import Settings
 
@@ -87,6 +88,15 @@ def test_the_figure_has_all_curves_to_their_ends():
     # The level of the seeds differs by 10 points: bands would dwarf the lines, which make the limits.
     assert by_share.get_ylim() == by_row.get_ylim() and by_share.get_ylim()[1] < 80
     assert not [ax for ax in draw(stacked(seeds=2)).axes if ax.collections]  # two seeds have neither
+
+
+def test_the_caption_says_how_many_images_the_curves_are_of():
+    config = ("run", [json.dumps({"data": {"test_size": 2000}})] * stacked().sizes["run"])
+    of_all = stacked().assign_coords(run_config=config).assign_attrs(test_images=2000)
+    assert watched(of_all) == watched(stacked()) == ""
+    of_some = of_all.assign_attrs(test_images=10_000)
+    assert watched(of_some, "Left", "right") == "Left: 2,000 test images; right: all 10,000. "
+    assert "Curves: 2,000 test images; beside their ends: all 10,000." in draw(of_some).get_supxlabel()
 
 
 def test_smoke_run(smoke_run):
