@@ -6,9 +6,9 @@ Claim      Z1: frozen random filters and frozen impulses lose little against lea
 Command    vitprobe run zheng/filters                        digits, 8 x 8 tokens, filters of 3
            vitprobe run zheng/filters --scale cpu --data cifar10                     8 x 8 tokens, filters of 5
            vitprobe run zheng/filters --scale paper --device cuda                    16 x 16 tokens, filters of 5
-Cost       15 trainings of ConvMixers, 3 of them shared with zheng/architectures. quick: about 5 minutes of one core;
-           cpu: about 30 minutes of one core; paper: about half a GPU hour each, and 0.8 GB of frozen matrices in every
-           checkpoint of the permutations. All estimated, none measured.
+Cost       15 trainings of ConvMixers, 3 of them shared with zheng/architectures. quick: about 5 minutes of one core
+           (estimated); cpu: 363 s on two cores for the other 12 (measured, beside other work); paper: about half a GPU
+           hour each, and 0.8 GB of frozen matrices in every checkpoint of the permutations (estimated).
 Protocol   Five kinds of filters, all else the same: data, order, recipe (no augmentation; which one the figure had is
            not known). Frozen filters keep their biases too, as in the authors' code, and there is no activation after
            the filters, as there. All frozen kinds have the same mean squared norm, that of the initial learned ones. A
@@ -21,9 +21,9 @@ Rule       Set before anything was measured. Of each seed, the test accuracy wit
            one lies wholly on the other side. A network with learned filters that did not learn
            its task (35 % of ten classes) makes it inconclusive; that one with frozen filters does not learn is what
            the claim is about.
-Expected   The order as published at the cpu scale. At quick, digits may be so easy that even boxes lose less. No
-           accuracy is known beforehand: neither the mean over seeds 0 to 2 by the recipe of SMALL["cpu"] without
-           augmentation, nor that of another scale, has been measured.
+Expected   The order as published at the cpu scale. At quick, digits may be so easy that even boxes lose less. The
+           accuracy by the recipe of SMALL["cpu"] without augmentation, mean of seeds 0 to 2: 50.5 % learned, 51.6 %
+           random, 50.1 % impulse, 43.4 % box, 44.5 % permutation.
 """
 
 import sys
