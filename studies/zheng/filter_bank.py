@@ -7,10 +7,10 @@ Claim      Z2: the more linearly independent fixed Gaussian filters are (the nar
 Command    vitprobe run zheng/filter_bank                    digits, filters of 3, 2 widths x 3 numbers
            vitprobe run zheng/filter_bank --scale cpu --data cifar10       filters of 5, 3 widths, 3 numbers, 5 epochs
            vitprobe run zheng/filter_bank --scale paper --device cuda      filters of 5, 5 widths x 5 numbers
-Cost       quick: 18 trainings, about 3 minutes of one core; cpu: 15 trainings of 5 epochs, about 20 minutes of one
-           core; paper: 75 trainings of about half a GPU hour each. All estimated, none measured. The grid is coarse at
-           quick and cpu, for the sake of three seeds; at cpu it is a cross: all filters distinct at every width, and
-           every number of them at the narrowest, so that (a) is over five cells.
+Cost       quick: 18 trainings, about 3 minutes of one core (estimated); cpu: 15 trainings of 5 epochs, 479 s on two
+           cores (measured); paper: 75 trainings of about half a GPU hour each (estimated). The grid is coarse at quick
+           and cpu, for the sake of three seeds; at cpu it is a cross: all filters distinct at every width, and every
+           number of them at the narrowest, so that (a) is over five cells.
 Protocol   Filters are exp(-r^2 / 2s) around a place drawn at random, frozen, banks of the same mean squared norm; s is
            the variance [patches^2] that the published code calls sigma. Each layer draws its own filters, and each of
            its channels draws one of them, so that a layer may by chance hold fewer than it is given. Rank: the stable
@@ -28,8 +28,9 @@ Rule       Set before anything was measured. Of each seed: (a) the correlation, 
            judged beside it, above zero, and decides nothing. The network with all filters at the narrowest width must
            have learned its task (35 % of ten classes), or there is no verdict.
 Expected   (a) and (c) supported at the cpu scale; (b) may need more than three seeds. At quick, digits may be so easy
-           that the table is flat. No accuracy is known beforehand: neither the mean over seeds 0 to 2 by the recipe of
-           SMALL["cpu"] without augmentation and with 5 epochs, nor that of another scale, has been measured.
+           that the table is flat. The accuracy by the recipe of SMALL["cpu"] without augmentation and with 5 epochs,
+           mean of seeds 0 to 2: all distinct 41.5 %, 45.8 % and 47.9 % for variances of 10, 1 and 0.1; of 0.1 also
+           47.8 % with 8 filters and 46.7 % with 2.
 """
 
 import sys
