@@ -8,7 +8,7 @@ Command    vitprobe run dascoli/learning_curves                    digits
            vitprobe run dascoli/learning_curves --scale paper --device cuda        CIFAR-100
 Cost       no training of its own: the runs are those of dascoli/sample_efficiency and dascoli/ablations (quick 27
            together, cpu 42, paper 60), whose histories are drawn. Reading them takes seconds a run: on two cores 133 s
-           for 16 of them at the cpu scale (measured).
+           for 16 of them at the cpu scale, and 96 s for 15 more (measured).
 Rule       No claim is judged: the ends of these curves decide D1 and D2 in dascoli/sample_efficiency and D7 in
            dascoli/ablations, their beginnings D6 and D8 in dascoli/strength. The accuracies of Fig. 11 and 12 were not
            at hand; the paper's text has 82.1 % as its best on CIFAR-100 (224 px, 3,000 epochs), which the paper scale
@@ -100,7 +100,7 @@ def draw(ds: xr.Dataset) -> Figure:
                 runs = where(ds, row=row, train_images=count)
                 _curve(ax, runs, images[0], color, line, marker=marker)
                 _end(ax, runs, images[0], color, 1.02 + 0.015 * place)
-            ax.set_title(f"with parts left out, {100 * count / images[0]:.3g} % of the images")
+            ax.set_title(f"parts left out, {100 * count / images[0]:.3g} % of the images")
         drawn = [line.get_ydata() for ax in (by_share, *by_row) for line in ax.lines]
         limit((by_share, *by_row), [np.asarray(line, dtype=float) for line in drawn])
         for ax in (by_share, *by_row):
