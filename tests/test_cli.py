@@ -90,7 +90,7 @@ def test_help(command, capsys):
         (["run", "park_kim/fourier", "--seeds", "0"], "seeds is 0: give 1 or more"),
         (["runs", "gone"], "there is no folder gone"),
         (["train", "vit_nano", "--folder", "f", "--device", "gpu"], "there is no device 'gpu'"),
-        (["train", "vit_nano", "--folder", "f", "--option", "dim=-6"], "cannot be built with dim=-6"),
+        (["train", "vit_nano", "--folder", "f", "--option", "dim=-6"], "at least 1 for dim, not -6"),
         (["train", "vit_nano", "--folder", "f", "--epochs", "0"], "epochs must be at least 1"),
         (["train", "vit_nano", "--folder", "f", "--recipe", "park_kim"], "Did you mean 'park_kim_weak'"),
         (["train", "vit_nano", "--folder", "f", "--start", "a", "--first", "b"], "give one of them"),

@@ -1,9 +1,13 @@
+import inspect
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from vitprobe.cli import main
 from vitprobe.models import create_model, list_models, model_cost, register, registry, variant
+from vitprobe.models.registry import SIZES, _constructor
 
 
 def test_seed_leaves_other_devices_alone(monkeypatch):
@@ -204,7 +208,32 @@ def test_list_of_one_kind(capsys):
     assert "unknown list 'network'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", list_models())
+def test_a_network_of_no_size_is_bad_input(name):
+    taken = inspect.signature(_constructor(name)).parameters
+    for option in sorted(SIZES & taken.keys()):
+        if taken[option].annotation is not int:
+            continue
+        for value, problem in (
+            (0, ValueError),
+            (-3, ValueError),
+            (2.5, ValueError),
+            (True, TypeError),
+            ("8", TypeError),
+        ):
+            with pytest.raises(problem, match=rf"whole number of at least 1 for {option}, not {value!r}"):
+                create_model(name, **{option: value})
+
+
+def test_sizes_of_numpy_are_whole_numbers():
+    model = create_model("vit_nano", image_size=8, depth=np.int64(1), num_classes=np.int64(4))
+    assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 4)
+
+
 def test_a_network_that_cannot_be_built_is_bad_input():
-    for options in ({"dim": -6}, {"dim": 0}):
-        with pytest.raises(ValueError, match=r"model 'vit_nano' cannot be built with dim="):
-            create_model("vit_nano", image_size=8, **options)
+    with pytest.raises(ValueError, match=r"model 'convit_nano' cannot be built with heads=-1"):
+        create_model("convit_nano", image_size=8, heads=-1)
+    with pytest.raises(ValueError, match=r"mlp_ratio=0 leaves the MLP of 48 channels no hidden unit"):
+        create_model("vit_nano", image_size=8, mlp_ratio=0)
+    with pytest.raises(ValueError, match=r"widths=\(0, 8\): every stage has at least 1 channel"):
+        create_model("resnet_nano", image_size=8, widths=(0, 8))

@@ -178,10 +178,15 @@ class TransformerBlock(nn.Module):
         dim: channels of the tokens.
         mlp_ratio: hidden width of the MLP over `dim`.
         layer_scale: start of a learned factor per channel on both branches; none unless given.
+
+    Raises:
+        ValueError: if the MLP would have no hidden unit.
     """
 
     def __init__(self, attention: nn.Module, dim: int, *, mlp_ratio: float, layer_scale: float | None = None) -> None:
         super().__init__()
+        if dim * mlp_ratio < 1:
+            raise ValueError(f"mlp_ratio={mlp_ratio} leaves the MLP of {dim} channels no hidden unit: use 4.0, say.")
         self.attention_norm = LayerNorm(dim)
         self.attention = attention
         self.mlp_norm = LayerNorm(dim)

@@ -1,7 +1,8 @@
 """Model names: a constructor function registers itself, and its name is the model's name."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from torch.utils.flop_counter import flop_registry
 
 from vitprobe.names import unknown
 from vitprobe.seeds import derive_seed
+
+SIZES = {"channel_hidden", "channels", "depth", "dim", "head_dim", "num_classes", "token_hidden"}
 
 _CONSTRUCTORS: dict[str, Callable[..., nn.Module]] = {}
 _LIBRARIES: dict[str, Callable[[str], Callable[..., nn.Module]]] = {}
@@ -134,7 +137,7 @@ def create_model(
         training can say what network its weights are of.
 
     Raises:
-        TypeError: if the constructor does not take an option.
+        TypeError: if the constructor does not take an option, or not a value of this type.
         ValueError: if it takes it, and cannot build a network so.
     """
     constructor = _constructor(name)
@@ -146,6 +149,8 @@ def create_model(
                 raise TypeError(f"model {name!r} takes no option {option!r}; it takes {', '.join(sorted(accepted))}.")
     size = as_pair(_image_size(name) if image_size is None else image_size)
     arguments = dict(image_size=size, channels=channels, num_classes=num_classes, **options)
+    if ":" not in name:  # other libraries have meanings of their own, as timm has for a classifier of 0 classes
+        _check_sizes(name, accepted, arguments)
     try:
         model = _seeded(constructor, arguments, seed)
     except (RuntimeError, ZeroDivisionError) as error:  # PyTorch's words for a width that is none
@@ -155,6 +160,18 @@ def create_model(
         raise ValueError(f"model {name!r} cannot be built with {given}: {error}.") from error
     model.vitprobe_created = {"name": name, **arguments}  # type: ignore[assignment]
     return model
+
+
+def _check_sizes(name: str, accepted: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> None:
+    # Python and PyTorch build networks without blocks, channels or hidden units, which train, and are no networks.
+    for option in sorted(SIZES & accepted.keys() & arguments.keys()):
+        value, wanted = arguments[option], accepted[option].annotation
+        if wanted is not int or (isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1):
+            continue
+        default = accepted[option].default
+        example = "" if default is inspect.Parameter.empty else f", for instance {option}={default}"
+        problem = f"model {name!r} takes a whole number of at least 1 for {option}, not {value!r}{example}."
+        raise ValueError(problem) if isinstance(value, Real) and not isinstance(value, bool) else TypeError(problem)
 
 
 def _seeded(constructor: Callable[..., nn.Module], arguments: dict[str, Any], seed: int | None) -> nn.Module:

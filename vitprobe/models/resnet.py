@@ -188,6 +188,8 @@ def build_stages(
     """
     if len(widths) != len(blocks) or not widths:
         raise ValueError(f"widths={tuple(widths)} and blocks={tuple(blocks)} need one entry per stage each.")
+    if min(widths) < 1:
+        raise ValueError(f"widths={tuple(widths)}: every stage has at least 1 channel.")
     if min(blocks) < 1:
         raise ValueError(f"blocks={tuple(blocks)}: every stage has at least 1 block; leave out the others.")
     if smoothing not in ("none", *SMOOTHINGS):
