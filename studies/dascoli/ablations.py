@@ -19,12 +19,12 @@ Rule       Set before anything was measured, for the scale's images; the tenth o
            that is not asked. Judged beside it, without deciding: Kendall's tau of the accuracies with the published
            order a > b > c > d > f > e > g, above zero; and what gating (d - e), gates that start at 0.73 and train
            instead of gates fixed at a half (c - d), the convolutional start (b - d) and both (a - d) give. All of these
-           at the scale's full data too, which decides nothing, where there is a tenth. All have the same heads, width
-           and recipe. Gates are fixed at 0, half content and half position, as in the paper. Frozen is the whole
-           attention of the gated layers, values and projection as well; the last layers have plain attention, which is
-           trained. In the smaller networks e differs from d by its attention alone; at the paper scale its class token
-           also goes through all layers. The paper trains ten times as many epochs on a tenth of the data; so do the cpu
-           and the paper scale.
+           at the scale's full data too, which decides nothing, where there is a tenth.
+Networks   All have the same heads, width and recipe. Gates are fixed at 0, half content and half position, as in the
+           paper. Frozen is the whole attention of the gated layers, values and projection as well; the last layers have
+           plain attention, which is trained. In the smaller networks e differs from d by its attention alone; at the
+           paper scale its class token also goes through all layers. The paper trains ten times as many epochs on a
+           tenth of the data; so do the cpu and the paper scale.
 Expected   f > e > g and a > e by several points, the other parts within the spread of three seeds. Published deltas:
            6.8 (d - e), 2.3 (c - d), 2.8 (b - d), 5.1 (a - d), 6.5 (f - e) points. The accuracy by the recipe of
            scales.SMALL["cpu"], mean of seeds 0 to 2: with all images 42.3 % ConViT (a), 41.8 % (b), 41.1 % (c), 41.4 %

@@ -52,6 +52,7 @@ from studies.zheng.initialisations import LOOKS, initialisers
 from studies.zheng.shared import NINE_HEADS, of_reference
 from vitprobe.claims import CLAIMS, Direction, Verdict, combine
 from vitprobe.figures.page import GREY, PAGE_WIDTH, interval, style
+from vitprobe.intervals import mean_interval
 from vitprobe.runs import Run
 from vitprobe.study import Settings, Study, main
 
@@ -235,8 +236,8 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
     """Z6; beside it trained maps, maps without values, mixed and mimetic maps, and sharp random and far ones."""
     learners = where(ds, query_key="trained")
 
-    floor, reach = (_mean(ds, Cell("random", query_key)) for query_key in ("frozen", "trained"))
-    room = f"random maps gain {reach - floor:.1f} points by training"
+    room, low, high = mean_interval(difference(ds, "accuracy", vars(_REFERENCE), vars(Cell("random"))))
+    beside = f"; random maps gain {room:.1f} [{low:.1f}, {high:.1f}] points by training"
 
     def judged(test: _Test, values: np.ndarray) -> Verdict:
         claim = part(CLAIMS["Z6"], test.name, test.statement, published=test.published)
@@ -244,7 +245,7 @@ def verdicts(ds: xr.Dataset) -> list[Verdict]:
         return judge(
             claim, values, test.direction, learners, threshold=test.threshold, least=LEAST,
             detail=f"{_mean(ds, test.one):.1f} against {_mean(ds, test.other):.1f} %, {points:+.1f} points"
-            + f"; {room}" * (test.name == "frozen"),
+            + beside * (test.name == "frozen"),
         )  # fmt: skip
 
     parts = {}
