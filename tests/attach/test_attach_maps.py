@@ -319,14 +319,48 @@ def test_channel_attention_is_refused_with_the_reason(width):
         assert "cls_attn_blocks.0.attn: prefix tokens attend to the patches, no patch does" in found.skipped
 
 
-def test_maps_between_grids_are_refused_with_the_reason():
+def pvt():
     from timm.models.pvt_v2 import PyramidVisionTransformerV2
 
     sizes = dict(depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 16), num_heads=(1, 2, 2, 2))
-    model = PyramidVisionTransformerV2(num_classes=3, **sizes)
-    found, _, _ = watched(model, torch.randn(2, 3, 64, 64))
-    assert [site.name for site in found.attentions] == ["stages.3.blocks.0.attn"]
-    assert "stages.0.blocks.0.attn: 256 queries attend to 4 keys, which lie on different grids" in found.skipped
+    return PyramidVisionTransformerV2(num_classes=3, **sizes)
+
+
+def test_pooled_keys_lie_in_the_middle_of_what_they_stand_for():
+    found, maps, _ = watched(pvt(), torch.randn(2, 3, 64, 96))
+    assert found.skipped == ()
+    assert [site.grid for site in found.attentions] == [(16, 24), (8, 12), (4, 6), (2, 3)]
+    assert [site.key_grid for site in found.attentions] == [(2, 3)] * 4
+    assert [tuple(one.shape) for one in maps[:2]] == [(2, 1, 1, 384, 6), (2, 1, 2, 96, 6)]
+    first, last = found.attentions[0], found.attentions[-1]
+    assert last.keys is None and first.positions.shape == (1, 384, 2)
+    middles = [[y, x] for y in (3.5, 11.5) for x in (3.5, 11.5, 19.5)]
+    np.testing.assert_allclose(first.keys[0], middles)
+
+
+def test_keys_of_blocks_reach_around_them():
+    """HaloNet: blocks of 8x8 queries see the 12x12 patches around, as far as the image goes."""
+    import timm
+
+    found, maps, _ = watched(timm.create_model("halonet26t", num_classes=3), torch.randn(2, 3, 256, 256))
+    site = found.attentions[0]
+    assert (site.grid, site.key_grid, site.windows, site.heads) == ((8, 8), (10, 10), 4, 8)
+    for block, (queries, keys) in enumerate(zip(site.positions, site.keys, strict=True)):
+        corner = np.array(divmod(block, 2)) * 8
+        inside = np.stack(np.meshgrid(np.arange(12), np.arange(12), indexing="ij"), -1).reshape(-1, 2) + corner - 2
+        outside = ((inside < 0) | (inside > 15)).any(1)
+        np.testing.assert_array_equal(queries[[0, -1]], [corner, corner + 7])
+        np.testing.assert_array_equal(keys, np.where(outside[:, None], np.nan, inside))
+    assert maps[0].shape == (2, 4, 8, 64, 144)
+
+
+def test_keys_on_no_grid_are_refused_with_the_reason():
+    def few(q, k, v):  # of 16 patches the first seven
+        return soft(q, k[:, :, :7]) @ v[:, :, :7]
+
+    found, maps, _ = watched(TinyViT(few), torch.randn(2, 3, 16, 16))
+    assert maps == []
+    assert found.skipped == ("TinyViT: 16 queries attend to 7 keys, which fill no grid",)
 
 
 def test_extra_keys_are_refused_with_the_reason():
@@ -343,7 +377,7 @@ def test_heads_before_the_batch_are_refused_and_not_mixed_up():
 
     found, maps, _ = watched(TinyViT(head_first, dim=16, heads=4), torch.randn(3, 3, 16, 16))
     assert maps == []
-    assert found.skipped == ("TinyViT: maps of shape (4, 2, 16, 16) are not those of 2 images of 4x4 patches",)
+    assert found.skipped == ("TinyViT: maps of shape (4, 2, 16, 16) have heads or windows before images",)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,16 @@ sentence with its reason. What its architecture promises can be added word by wo
 
 - `image`: pixels of a side, or `(height, width)`. `batch` makes what it is called on of images and labels.
 - `units`: kinds of units in order, by grid: `"8x8+1: stem msa mlp; 4x4: subsample msa"` (`+1` is one class token).
-- `maps`: attention maps in order: `"2 x 3 heads on 7x7 in 16 windows"`. Those that are none between patches, by a piece
+- `maps`: attention maps in order: `"2 x 3 heads on 7x7 in 16 windows"`, and `"1 x 1 head on 8x8 over 2x2"` where keys
+  are other tokens than queries. Those that are none between patches, by a piece
   of the reason, stand in `skipped`.
 - `refused`: what is read by the probes that have nothing to measure ("activation", "attention"), with a piece of their
   reason. Gates are refused by all models but those that have `gates`.
 - `taps`: modules whose inputs or outputs, in the order of the pass, are the activations of all units, or of `tapped`.
 - `branches`: modules whose output is what a residual branch adds, in the order of the pass: what `lesion` removes.
 - `attention`: by which road `oracles.py` computes the maps anew; `places`: where their tokens lie, for those that are
-  not the rows of one grid or of contiguous windows; `heads_first` if they come before the windows.
+  not the rows of one grid or of contiguous windows; `keys`: where other keys lie that are not in the middle of equal
+  shares of the grid; `heads_first` if they come before the windows.
 - `exact`: off where PyTorch's fused `nn.MultiheadAttention` gives other last digits when it is not watched.
 - `faults`: tests that a fault of vitprobe lets fail, with the fault; they have to fail.
 
@@ -66,6 +68,7 @@ class Model:
     heads_first: bool = False
     gates: bool = False
     places: Mapping[int, Callable[[], np.ndarray]] = field(default_factory=dict)
+    keys: Mapping[int, Callable[[], np.ndarray]] = field(default_factory=dict)
     exact: bool = True
     faults: Mapping[str, str] = field(default_factory=dict)
 
@@ -251,10 +254,20 @@ def hiera_places(side: int, strides: int, windows: int) -> np.ndarray:
     return np.stack([index // side, index % side], axis=-1)
 
 
+def hiera_pooled(side: int, strides: int, windows: int) -> np.ndarray:
+    """The same of tokens whose queries are pooled 2 x 2, in patches of those."""
+    return (hiera_places(side, strides, windows) + 0.5) / 2 - 0.5
+
+
 def apart(size: int, stride: int) -> np.ndarray:
     """`size` x `size` tokens, `stride` patches apart: the grid attention of MaxViT."""
     y, x = np.meshgrid(np.arange(size) * stride, np.arange(size) * stride, indexing="ij")
     return np.stack([y.ravel(), x.ravel()], axis=-1)[None]
+
+
+def steps(count: int, step: float) -> np.ndarray:
+    """`count` x `count` keys from the first patch on, `step` patches of the queries apart."""
+    return apart(count, 1) * step
 
 
 def windows_with_padding(side: int, window: int, shift: int = 0, padded_first: bool = True) -> np.ndarray:
@@ -281,14 +294,25 @@ SWIN += inputs("layers.*.blocks.*.norm2")
 NORMS = inputs("blocks.*.norm1", "blocks.*.norm2", "norm")
 HIERA_MAPS = [
     "1 x 1 head on 8x8 in 16 windows",
+    "1 x 2 heads on 4x4 over 8x8 in 16 windows",
     "1 x 2 heads on 4x4 in 16 windows",
+    "1 x 4 heads on 2x2 over 4x4 in 16 windows",
     "1 x 4 heads on 8x8",
+    "1 x 8 heads on 4x4 over 8x8",
     "1 x 8 heads on 4x4",
 ]
 HIERA_PLACES = {
     0: partial(hiera_places, 32, 3, 16),
     1: partial(hiera_places, 16, 2, 16),
-    2: partial(hiera_places, 8, 1, 1),
+    2: partial(hiera_places, 16, 2, 16),
+    3: partial(hiera_places, 8, 1, 16),
+    4: partial(hiera_places, 8, 1, 1),
+    5: partial(hiera_places, 4, 0, 1),
+}
+HIERA_KEYS = {
+    1: partial(hiera_pooled, 32, 3, 16),
+    3: partial(hiera_pooled, 16, 2, 16),
+    5: partial(hiera_pooled, 8, 1, 1),
 }
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 64, "patch_size": 8}
 STAGES = {"depths": (1, 1, 2, 1), "dims": (16, 24, 32, 48)}
@@ -517,18 +541,24 @@ MODELS: dict[str, Model] = {
         "8x8: subsample msa mlp conv msa mlp; 4x4: subsample msa mlp conv msa mlp",
         maps=[
             "1 x 1 head on 4x4 in 64 windows",
+            "1 x 1 head on 32x32 over 4x4",
             "1 x 2 heads on 4x4 in 16 windows",
+            "1 x 2 heads on 16x16 over 4x4",
             "1 x 2 heads on 4x4 in 4 windows",
+            "1 x 2 heads on 8x8 over 4x4",
             "2 x 4 heads on 4x4",
         ],
-        skipped={"different grids": 3},
         taps=inputs("blocks.*.*.norm[12]", "pos_block.*", "patch_embeds.[123]", "norm"),
     ),
     "timm pvt_v2": Model(
         timm_class("pvt_v2.PyramidVisionTransformerV2", depths=(1, 1, 1, 1), embed_dims=(16, 32, 32, 64)),
         units="16x16: stem msa conv; 8x8: subsample msa conv; 4x4: subsample msa conv; 2x2: subsample msa conv",
-        maps=["1 x 8 heads on 2x2"],
-        skipped={"different grids": 3},
+        maps=[
+            "1 x 1 head on 16x16 over 2x2",
+            "1 x 2 heads on 8x8 over 2x2",
+            "1 x 4 heads on 4x4 over 2x2",
+            "1 x 8 heads on 2x2",
+        ],
         taps=inputs("stages.*.blocks.*.norm[12]", "stages.*.norm"),
         branches=("stages.*.blocks.*.attn", "stages.*.blocks.*.mlp"),
     ),
@@ -544,8 +574,14 @@ MODELS: dict[str, Model] = {
         ),
         128,
         units="8x8: stem msa mlp msa mlp; 4x4: subsample mlp msa mlp msa mlp; 2x2: subsample mlp msa mlp",
-        maps=["2 x 2 heads on 8x8", "2 x 3 heads on 4x4", "1 x 4 heads on 2x2"],
-        skipped={"different grids": 2},
+        maps=[
+            "2 x 2 heads on 8x8",
+            "1 x 2 heads on 4x4 over 8x8",
+            "2 x 3 heads on 4x4",
+            "1 x 3 heads on 2x2 over 4x4",
+            "1 x 4 heads on 2x2",
+        ],
+        keys={2: partial(steps, 8, 0.5), 5: partial(steps, 4, 0.5)},
         taps=inputs(
             "stages.*.blocks.*.attn",
             "stages.*.blocks.*.mlp",
@@ -616,9 +652,9 @@ MODELS: dict[str, Model] = {
         units="32x32: stem msa mlp; 16x16: subsample mlp msa mlp; 8x8: subsample mlp msa mlp; "
         "4x4: subsample mlp msa mlp",
         maps=HIERA_MAPS,
-        skipped={"different grids": 3},
         heads_first=True,
         places=HIERA_PLACES,
+        keys=HIERA_KEYS,
         to_image=hiera_image,
         taps=inputs("blocks.*.norm[12]") + outputs("blocks.6"),
         branches=BLOCKS,
@@ -641,9 +677,9 @@ MODELS: dict[str, Model] = {
             img_size=64,
         ),
         units="16x16: stem conv; 8x8: subsample conv; 4x4: subsample conv msa conv; 2x2: subsample conv msa conv",
-        maps=[],
-        skipped={"rows sum to one": 2, "different grids": 1},
-        refused=NO_MAPS,
+        maps=["1 x 8 heads on 2x2 over 4x4"],
+        skipped={"rows sum to one": 2},
+        keys={0: partial(steps, 4, 0.5)},
         taps=outputs("stem", "stages.[123].downsample", "stages.*.blocks.*") + inputs("stages.[23].blocks.1.mlp"),
     ),
     "timm edgenext": Model(
@@ -760,8 +796,20 @@ MODELS: dict[str, Model] = {
     "timm mvitv2": Model(
         mvitv2,
         units="16x16: stem msa mlp; 8x8: subsample mlp msa mlp; 4x4: subsample mlp msa mlp; 2x2: subsample mlp",
-        maps=["1 x 2 heads on 8x8", "1 x 4 heads on 4x4"],
-        skipped={"different grids": 4},
+        maps=[
+            "1 x 1 head on 16x16 over 4x4",
+            "1 x 2 heads on 8x8",
+            "1 x 2 heads on 8x8 over 4x4",
+            "1 x 4 heads on 4x4 over 8x8",
+            "1 x 4 heads on 4x4",
+            "1 x 8 heads on 2x2 over 4x4",
+        ],
+        keys={
+            0: partial(steps, 4, 4),
+            2: partial(steps, 4, 2),
+            3: partial(steps, 8, 0.5),
+            5: partial(steps, 4, 0.5),
+        },
         taps=inputs("stages.*.blocks.*.norm[12]", "norm"),
     ),
     "timm tnt": Model(
@@ -1030,10 +1078,9 @@ MODELS: dict[str, Model] = {
         units="32x32: stem msa mlp; 16x16: subsample mlp msa mlp; 8x8: subsample mlp msa mlp; "
         "4x4: subsample mlp msa mlp",
         maps=HIERA_MAPS,
-        skipped={"different grids": 3},
         heads_first=True,
         places=HIERA_PLACES,
-        attention="transformers",
+        keys=HIERA_KEYS,
     ),
     "transformers mobilevit": Model(
         hugging_face(
@@ -1062,8 +1109,12 @@ MODELS: dict[str, Model] = {
         hugging_face("Segformer", depths=[1, 1, 1, 1], hidden_sizes=[16, 32, 32, 64], num_attention_heads=[1, 2, 2, 4]),
         batch=pixel_values,
         units="16x16: stem msa conv; 8x8: subsample msa conv; 4x4: subsample msa conv; 2x2: subsample msa conv",
-        maps=["1 x 4 heads on 2x2"],
-        skipped={"different grids": 3},
+        maps=[
+            "1 x 1 head on 16x16 over 2x2",
+            "1 x 2 heads on 8x8 over 2x2",
+            "1 x 2 heads on 4x4 over 2x2",
+            "1 x 4 heads on 2x2",
+        ],
         taps=inputs(
             "segformer.stages.*.blocks.*.layernorm_before",
             "segformer.stages.*.blocks.*.layernorm_after",
@@ -1077,8 +1128,12 @@ MODELS: dict[str, Model] = {
         ),
         batch=pixel_values,
         units="16x16: stem msa mlp; 8x8: subsample msa mlp; 4x4: subsample msa mlp; 2x2+1: subsample msa mlp",
-        maps=["1 x 4 heads on 2x2+1"],
-        skipped={"different grids": 3},
+        maps=[
+            "1 x 1 head on 16x16 over 2x2",
+            "1 x 2 heads on 8x8 over 2x2",
+            "1 x 2 heads on 4x4 over 2x2",
+            "1 x 4 heads on 2x2+1",
+        ],
         attention="transformers",
         taps=inputs(
             "pvt.encoder.block.*.0.layer_norm_[12]", "pvt.encoder.patch_embeddings.[123]", "pvt.encoder.layer_norm"

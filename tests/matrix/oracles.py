@@ -48,6 +48,7 @@ class Place:
     prefix: int
     heads: int = 0
     windows: int = 1
+    keys: tuple[int, int] | None = None  # their grid, where they are not the queries' tokens
 
 
 def _grid(text: str) -> tuple[tuple[int, int], int]:
@@ -75,13 +76,14 @@ def _say_grid(grid: tuple[int, int], prefix: int) -> str:
 
 
 def parse_maps(lines: Sequence[str]) -> list[Place]:
-    """`["2 x 3 heads on 7x7 in 16 windows"]` map by map."""
+    """`["2 x 3 heads on 7x7 in 16 windows", "1 x 1 head on 8x8 over 2x2"]` map by map."""
     maps = []
     for line in lines:
-        found = re.fullmatch(r"(\d+) x (\d+) heads? on (\S+)(?: in (\d+) windows)?", line)
+        found = re.fullmatch(r"(\d+) x (\d+) heads? on (\S+)(?: over (\S+))?(?: in (\d+) windows)?", line)
         assert found, line
-        count, heads, grid, windows = found.groups()
-        maps += [Place("map", *_grid(grid), int(heads), int(windows or 1))] * int(count)
+        count, heads, grid, keys, windows = found.groups()
+        others = _grid(keys)[0] if keys else None
+        maps += [Place("map", *_grid(grid), int(heads), int(windows or 1), others)] * int(count)
     return maps
 
 
@@ -89,6 +91,7 @@ def say_maps(maps: Sequence[Place]) -> list[str]:
     """The same text from maps."""
     return [
         f"{len(list(alike))} x {one.heads} {'head' if one.heads == 1 else 'heads'} on {_say_grid(one.grid, one.prefix)}"
+        + (f" over {_say_grid(one.keys, 0)}" if one.keys else "")
         + (f" in {one.windows} windows" if one.windows > 1 else "")
         for one, alike in groupby(maps)
     ]
@@ -312,13 +315,13 @@ def _multihead_weights(module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
 
 
 def choose(
-    maps: Sequence[np.ndarray], tokens: Sequence[tuple[int, int, int]], images: int, heads_first: bool
+    maps: Sequence[np.ndarray], tokens: Sequence[tuple[int, int, int, int]], images: int, heads_first: bool
 ) -> list[np.ndarray]:
     """The wanted maps, in order, as `(image, window, head, query, key)`; others between them are left out.
 
     Args:
         maps: of one pass.
-        tokens: windows, heads and tokens of each wanted.
+        tokens: windows, heads, queries and keys of each wanted.
         images: images in the batch.
         heads_first: whether the heads come before the windows.
     """
@@ -326,11 +329,11 @@ def choose(
     for found in maps:
         if len(chosen) == len(tokens):
             break
-        windows, heads, side = tokens[len(chosen)]
-        if found.shape[-2:] == (side, side) and found.size == images * windows * heads * side * side:
+        windows, heads, *sides = tokens[len(chosen)]
+        if found.shape[-2:] == tuple(sides) and found.size == images * windows * heads * sides[0] * sides[1]:
             if heads_first:
-                found = found.reshape(images, heads, windows, side, side).swapaxes(1, 2)
-            chosen.append(found.reshape(images, windows, heads, side, side))
+                found = found.reshape(images, heads, windows, *sides).swapaxes(1, 2)
+            chosen.append(found.reshape(images, windows, heads, *sides))
     assert len(chosen) == len(tokens), f"only {len(chosen)} of {tokens} among {[found.shape for found in maps]}"
     return chosen
 
@@ -342,21 +345,38 @@ def rows(grid: tuple[int, int], prefix: int) -> np.ndarray:
     return np.concatenate([np.full((prefix, 2), np.nan), patches])[None]
 
 
+def middles(grid: tuple[int, int], keys: tuple[int, int]) -> np.ndarray:
+    """Keys in the middle of what they were pooled from `(window, key, 2)`, row by row [patches of a grid]."""
+    axes = [(np.arange(count) + 0.5) * side / count - 0.5 for side, count in zip(grid, keys, strict=True)]
+    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(1, -1, 2)
+
+
 class Looks:
     """What the patches of an attention look at; tokens without a place (prefix, padding) are left out.
 
     Args:
         maps: `(image, window, head, query, key)`.
-        places: rows and columns `(window or 1, token, 2)` [patches]; NaN for no place.
+        places: rows and columns of the queries `(window or 1, token, 2)` [patches]; NaN for no place.
+        keys: those of the keys, if they are other tokens.
     """
 
-    def __init__(self, maps: np.ndarray, places: np.ndarray) -> None:
-        places = np.broadcast_to(places, (maps.shape[1], *places.shape[1:]))
-        there = [~np.isnan(lie[:, 0]) for lie in places]
-        self.places = [lie[here] for lie, here in zip(places, there, strict=True)]
-        asked = [maps[:, window][..., here, :] for window, here in enumerate(there)]
+    def __init__(self, maps: np.ndarray, places: np.ndarray, keys: np.ndarray | None = None) -> None:
+        self.places, asking = self._there(places, maps.shape[1])
+        self.keys, there = self._there(places if keys is None else keys, maps.shape[1])
+        asked = [maps[:, window][..., here, :] for window, here in enumerate(asking)]
         self.paid = [rows[..., here] for rows, here in zip(asked, there, strict=True)]
         self._elsewhere = [rows[..., ~here] for rows, here in zip(asked, there, strict=True)]
+
+    @staticmethod
+    def _there(places: np.ndarray, windows: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The places of the tokens of each window that have one, and which those are."""
+        places = np.broadcast_to(places, (windows, *places.shape[1:]))
+        there = [~np.isnan(lie[:, 0]) for lie in places]
+        return [lie[here] for lie, here in zip(places, there, strict=True)], there
+
+    def _far(self) -> list[np.ndarray]:
+        """Distance from query to key `(query, key)` of each window."""
+        return [cdist(lie, there) for lie, there in zip(self.places, self.keys, strict=True)]
 
     def _mean(self, values: Iterable[np.ndarray]) -> np.ndarray:
         """The mean over all queries, the last axis of each window's values."""
@@ -364,12 +384,12 @@ class Looks:
 
     def distance(self) -> np.ndarray:
         """Attention-weighted distance `(image, head)` (d'Ascoli et al. 2021, eq. 8)."""
-        pairs = zip(self.paid, self.places, strict=True)
-        return self._mean((paid * cdist(lie, lie)).sum(-1) / paid.sum(-1) for paid, lie in pairs)
+        pairs = zip(self.paid, self._far(), strict=True)
+        return self._mean((paid * far).sum(-1) / paid.sum(-1) for paid, far in pairs)
 
     def uniform(self) -> float:
         """The same of attention to all patches alike."""
-        return float(self._mean(cdist(lie, lie).mean(-1) for lie in self.places))
+        return float(self._mean(far.mean(-1) for far in self._far()))
 
     def elsewhere(self) -> np.ndarray:
         """Attention to what is no patch `(image, head)`."""

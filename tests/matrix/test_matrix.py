@@ -11,7 +11,7 @@ import oracles
 import pytest
 import torch
 import xarray as xr
-from models import MODELS, Model
+from models import MODELS, NO_MAPS, Model
 from oracles import Place, Tap
 from table import PAGE, line
 from torch import Tensor, nn
@@ -55,9 +55,17 @@ class Run:
             return []
         ds = self["nonlocality"]
         heads = ds.nonlocality.notnull().sum("head").values
+        keys: list[tuple[int, int] | None] = [None] * len(heads)
+        if "key_grid_h" in ds.coords:
+            same = self["attention_offsets"].layer_name.values if "attention_offsets" in self.found else []
+            others = ~np.isin(ds.layer_name.values, same)
+            keys = [
+                (int(h), int(w)) if other else None
+                for h, w, other in zip(ds.key_grid_h.values, ds.key_grid_w.values, others, strict=True)
+            ]
         return [
-            Place("map", one.grid, one.prefix, int(count), int(windows))
-            for one, count, windows in zip(places(ds), heads, ds.windows.values, strict=True)
+            Place("map", one.grid, one.prefix, int(count), int(windows), key_grid)
+            for one, count, windows, key_grid in zip(places(ds), heads, ds.windows.values, keys, strict=True)
         ]
 
 
@@ -201,7 +209,12 @@ def test_refusals(run):
         assert reason.startswith(f"{name}: ") and reason.endswith(".") and len(reason) < 400, reason
     told(run.entry.maps)
     refused = ({} if run.entry.gates else {"gated attention": "gated sum"}) | run.entry.refused
-    assert set(run.left_out) == {name for name, one in FEATURE_PROBES.items() if one.reads in refused}
+    expected = {name for name, one in FEATURE_PROBES.items() if one.reads in refused}
+    maps = oracles.parse_maps(run.entry.maps)
+    if maps and all(one.keys for one in maps):
+        refused |= NO_MAPS
+        expected |= {name for name, one in FEATURE_PROBES.items() if one.reads == "attention" and not one.other_keys}
+    assert set(run.left_out) == expected
     assert all(refused[FEATURE_PROBES[name].reads] in reason for name, reason in run.left_out.items())
     if run.entry.refused:
         with pytest.raises(ValueError) as raised:
@@ -283,28 +296,43 @@ def test_attention(run):
         run.entry.places[index]() if index in run.entry.places else oracles.rows(site.grid, site.prefix)
         for index, site in enumerate(sites)
     ]
-    wanted = [(site.windows, site.heads, lie.shape[1]) for site, lie in zip(sites, places, strict=True)]
+    keys = [
+        run.entry.keys[index]()
+        if index in run.entry.keys
+        else oracles.middles(site.grid, site.keys)
+        if site.keys
+        else None
+        for index, site in enumerate(sites)
+    ]
+    wanted = [
+        (site.windows, site.heads, lie.shape[1], (lie if there is None else there).shape[1])
+        for site, lie, there in zip(sites, places, keys, strict=True)
+    ]
     parts = []
     for batch, count in zip(run.batches, BATCHES, strict=True):
         with torch.no_grad():
             maps = oracles.attention_maps(run.model, run.entry.attention, lambda model, batch=batch: call(model, batch))
         parts.append(oracles.choose(maps, wanted, count, run.entry.heads_first))
     chosen = [np.concatenate(maps) for maps in zip(*parts, strict=True)]
-    for index, (site, map_, lie) in enumerate(zip(sites, chosen, places, strict=True)):
+    of_own_keys = iter(range(len(sites)))
+    for index, (site, map_, lie, there) in enumerate(zip(sites, chosen, places, keys, strict=True)):
         np.testing.assert_allclose(map_.sum(-1), 1, atol=1e-4)
-        looks = oracles.Looks(map_, lie)
+        looks = oracles.Looks(map_, lie, there)
         here = {"layer": index, "head": slice(site.heads)}
         nonlocality = run["nonlocality"].isel(here)
         check(nonlocality, "nonlocality", looks.distance())
         check(nonlocality, "prefix_mass", looks.elsewhere())
         np.testing.assert_allclose(nonlocality.uniform_nonlocality, looks.uniform(), rtol=1e-5)
         check(run["attention_entropy"].isel(here), "entropy", looks.entropy())
+        if site.keys:
+            continue
+        here["layer"] = next(of_own_keys)
         check(run["attention_maps"].isel(here), "attention", looks.middle(site.grid))
         offsets = run["attention_offsets"].isel(here)
         mass = looks.offsets(offsets.offset_y.values, offsets.offset_x.values)
-        there = offsets.mass.notnull().any("head").values
-        assert not mass[..., ~there].any()
-        check(offsets, "mass", mass[..., there])
+        counted = offsets.mass.notnull().any("head").values
+        assert not mass[..., ~counted].any()
+        check(offsets, "mass", mass[..., counted])
         operators = run["spatial_operators"].isel(here)
         np.testing.assert_allclose(operators.mean_distance, looks.distance_of_mean(), rtol=1e-3)
     if run.entry.gates:

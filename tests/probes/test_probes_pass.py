@@ -402,16 +402,6 @@ def test_datasets_say_what_was_measured(expected):
     assert expected["fourier"].kind.values.tolist() == ["stem", *["msa", "mlp"] * 4]
 
 
-def test_what_was_left_out_stands_in_the_dataset():
-    from timm.models.pvt_v2 import PyramidVisionTransformerV2
-
-    sizes = dict(depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 16), num_heads=(1, 2, 2, 2))
-    model = PyramidVisionTransformerV2(num_classes=3, **sizes)
-    skipped = json.loads(nonlocality(model, images(2, side=64), progress=False).skipped)
-    assert [reason.split(": ")[0] for reason in skipped] == [f"stages.{i}.blocks.0.attn" for i in range(3)]
-    assert all("which lie on different grids" in reason for reason in skipped)
-
-
 def test_transformers_models_under_both_implementations():
     from transformers import ViTConfig, ViTForImageClassification
 

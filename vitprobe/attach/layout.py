@@ -1,5 +1,6 @@
 """Which axes of an activation are the image, and which tokens are not patches."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -180,22 +181,38 @@ class Raster:
         rows: row of every token, NaN where it has no place.
         columns: its column.
         grid: rows and columns there are.
+        first: coordinates of the first row and column.
+        step: from one row, and column, to the next; NaN where there is one alone.
     """
 
     rows: np.ndarray
     columns: np.ndarray
     grid: tuple[int, int]
+    first: tuple[float, float]
+    step: tuple[float, float]
 
     @classmethod
     def of(cls, places: np.ndarray) -> "Raster | None":
         """The grid that coordinates `y + ix` lie on, each place taken once; `None` if they fill none."""
-        rows, columns = _steps(places.real), _steps(places.imag)
-        if rows is None or columns is None:
+        down, across = _steps(places.real), _steps(places.imag)
+        if down is None or across is None:
             return None
+        rows, columns = down[0], across[0]
         grid = (int(np.nanmax(rows)) + 1, int(np.nanmax(columns)) + 1)
         cells = (rows * grid[1] + columns)[~np.isnan(rows)]
         filled = cells.size == grid[0] * grid[1] and np.unique(cells).size == cells.size
-        return cls(rows, columns, grid) if filled else None
+        return cls(rows, columns, grid, (down[1], across[1]), (down[2], across[2])) if filled else None
+
+    def among(self, places: np.ndarray, image: tuple[int, int]) -> np.ndarray:
+        """Row and column of other tokens on this grid, between its own rows and columns too `(..., 2)`.
+
+        Args:
+            places: their coordinates `y + ix`.
+            image: `(height, width)` of the images [pixels], of which a single row is a whole.
+        """
+        step = [side if np.isnan(step) else step for step, side in zip(self.step, image, strict=True)]
+        axes = zip((places.real, places.imag), self.first, step, strict=True)
+        return np.stack([(values - first) / length for values, first, length in axes], -1)
 
     def order(self) -> np.ndarray:
         """Where the patches lie among the tokens, row by row."""
@@ -203,16 +220,16 @@ class Raster:
         return index[np.lexsort((self.columns[index], self.rows[index]))]
 
 
-def _steps(values: np.ndarray) -> np.ndarray | None:
-    """Coordinates in units of their spacing, from 0; `None` if they are not evenly spaced."""
+def _steps(values: np.ndarray) -> tuple[np.ndarray, float, float] | None:
+    """Coordinates in units of their spacing, from 0, the first and the spacing; `None` if it is not even."""
     present = np.unique(np.round(values[~np.isnan(values)], 2))
     if not present.size:
         return None
     gaps = np.diff(present)
-    spacing = gaps[gaps < gaps.min() + 0.1].mean() if gaps.size else 1.0  # each is rounded
-    steps = (values - present[0]) / spacing
+    spacing = float(gaps[gaps < gaps.min() + 0.1].mean()) if gaps.size else math.nan  # each is rounded
+    steps = (values - present[0]) / (spacing if gaps.size else 1.0)
     whole = np.round(steps)
-    return whole if np.nanmax(np.abs(steps - whole)) < 0.05 else None
+    return (whole, float(present[0]), spacing) if np.nanmax(np.abs(steps - whole)) < 0.05 else None
 
 
 def token_grid(

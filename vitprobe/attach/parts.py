@@ -62,6 +62,9 @@ class AttentionSite:
         positions: row and column of every token `(window, token, 2)` on the layer's grid [patches], NaN for a token
             that is no patch (a window's padding), where windows are dilated, padded or reordered; `None` where the
             tokens of a window fill its grid row by row after the prefix.
+        keys: row and column of every key `(window, key, 2)` on the grid of the queries [patches], also between its rows
+            and columns, NaN for a key that is no patch, where keys are other tokens than queries (pooled ones, say);
+            `positions` are those of the queries then. `None` where the same tokens ask and answer.
         extra_keys: keys after the tokens that have no query and no place (a sink); their columns are cut off the maps,
             whose rows then sum to less than one.
         heads_first: whether heads come before windows among the axes of the maps.
@@ -78,9 +81,19 @@ class AttentionSite:
     event: Event
     source: MapSource
     positions: np.ndarray | None = field(default=None, compare=False)
+    keys: np.ndarray | None = field(default=None, compare=False)
     extra_keys: int = 0
     heads_first: bool = False
     parts: tuple[Event, ...] = ()
+
+    @property
+    def key_grid(self) -> tuple[int, int]:
+        """Rows and columns of patches that are looked at, the window's for windowed attention."""
+        if self.keys is None:
+            return self.grid
+        full = self.keys[(~np.isnan(self.keys[..., 0])).sum(1).argmax()]  # a window without padding, if there is one
+        rows, columns = (np.unique(np.round(axis[~np.isnan(axis)], 3)).size for axis in full.T)
+        return rows, columns
 
     def by_image(self, maps: Tensor) -> Tensor:
         """Maps of whole images as the pass has them, as `(image, window, head, query, key)`."""

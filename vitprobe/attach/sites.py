@@ -40,6 +40,7 @@ class _Place:
     positions: np.ndarray | None = None
     heads_first: bool = False
     extra_keys: int = 0
+    keys: np.ndarray | None = None
 
 
 class _Finder:
@@ -79,6 +80,7 @@ class _Finder:
                     event=node.event,
                     source=replace(node.source, sink=True) if place.extra_keys else node.source,
                     positions=place.positions,
+                    keys=place.keys,
                     heads_first=place.heads_first,
                     extra_keys=place.extra_keys,
                     parts=self._parts(node),
@@ -130,41 +132,59 @@ class _Finder:
         if nowhere:
             return f"{queries} queries attend to {keys} keys that lie nowhere in the image (channels, latents)"
         extra = self._extra_keys(node)
-        if queries + extra != keys:
+        own = queries + extra == keys  # the same tokens ask and answer
+        if node.queries is None and not own:
             return None
         try:
-            places = np.broadcast_to(node.keys, (*leading, keys)).reshape(-1, keys)[:, :queries]
+            places = np.broadcast_to(node.keys, (*leading, keys)).reshape(-1, keys)
+            asking = places[:, :queries]
+            if node.queries is not None:
+                asking = np.broadcast_to(node.queries, (*leading, queries)).reshape(-1, queries)
         except ValueError:
             return None
-        if node.queries is not None:
-            asking = np.broadcast_to(node.queries, (*leading, queries)).reshape(-1, queries)
-            if not np.allclose(asking, places, atol=0.5, equal_nan=True):
-                return "queries and keys lie at different places"
-        batch = self.reading.batch
+        if not own:
+            places = np.concatenate([asking, places], -1)
+        elif np.allclose(asking, places[:, :queries], atol=0.5, equal_nan=True):
+            places = places[:, :queries]
+        else:
+            return "queries and keys lie at different places"
+        batch, tokens = self.reading.batch, places.shape[1]
         if len(places) % batch:
             return None
-        apart = places.reshape(batch, -1, queries)
+        apart = places.reshape(batch, -1, tokens)
         windows = len(np.unique(np.nan_to_num(apart[0], nan=-1e6), axis=0))
         heads, rest = divmod(len(places), batch * windows)
-        if len(leading) > 1 and leading[0] not in (batch, batch * windows):
+        if len(leading) > 1 and leading[0] % batch:
             return None
         if not self._images_first(node):
             return f"maps of shape {node.source.shape} have heads or windows before images"
         if not np.allclose(apart, apart[:1], atol=0.5, equal_nan=True):
-            return f"the {queries} tokens fill no grid: they lie elsewhere in each image"
+            return f"the {tokens} tokens fill no grid: they lie elsewhere in each image"
         if rest:
             return None
         for heads_first in (False, True):
-            axes = (batch, heads, windows, queries) if heads_first else (batch, windows, heads, queries)
+            axes = (batch, heads, windows, tokens) if heads_first else (batch, windows, heads, tokens)
             apart = places.reshape(axes)
             first = apart[0, 0] if heads_first else apart[0, :, 0]
             here = first[None, None] if heads_first else first[None, :, None]
             if np.array_equal(apart, np.broadcast_to(here, axes), equal_nan=True):
-                place = _place_of(first, heads, heads_first)
-                if place is None and scattered(first):
-                    return f"the {first.size} tokens fill no grid"
-                return place and replace(place, extra_keys=extra)
+                place = _place_of(first[:, :queries], heads, heads_first)
+                if place is None and scattered(first[:, :queries]):
+                    return f"the {first[:, :queries].size} tokens fill no grid"
+                if place is None or own:
+                    return place and replace(place, extra_keys=extra)
+                if any(Raster.of(window) is None for window in first[:, queries:]):
+                    return f"{queries} queries attend to {keys} keys, which fill no grid"
+                return self._among_others(place, first[:, :queries], first[:, queries:])
         return None
+
+    def _among_others(self, place: _Place, queries: np.ndarray, keys: np.ndarray) -> _Place | None:
+        """A place whose queries `(window, query)` attend to other tokens `(window, key)`."""
+        raster = Raster.of(queries.ravel())
+        if raster is None:
+            return None
+        positions = np.stack([raster.rows, raster.columns], -1).reshape(*queries.shape, 2)
+        return replace(place, positions=positions, keys=raster.among(keys, self.reading.image))
 
     def _images_first(self, node: Node) -> bool:
         """Whether all maps of an image come before those of the next, as far as is known."""

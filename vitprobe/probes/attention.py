@@ -22,8 +22,13 @@ def grid_positions(grid: tuple[int, int]) -> Tensor:
 
 
 def site_positions(site: AttentionSite) -> Tensor:
-    """Row and column of the queries and keys of `Rows` `(window or 1, token, 2)` [patches]; NaN for no patch."""
+    """Row and column of the queries of `Rows` `(window or 1, query, 2)` [patches]; NaN for no patch."""
     return grid_positions(site.grid)[None] if site.positions is None else torch.from_numpy(site.positions)
+
+
+def key_positions(site: AttentionSite) -> Tensor:
+    """Row and column of its keys, which mostly are the same tokens `(window or 1, key, 2)` [patches of the queries]."""
+    return site_positions(site) if site.keys is None else torch.from_numpy(site.keys)
 
 
 def in_single(site: AttentionSite, maps: Tensor) -> Tensor:
@@ -85,22 +90,23 @@ def patch_rows(site: AttentionSite, maps: Tensor) -> Rows:
         tokens; else they are its patches.
     """
     if site.positions is not None:
-        present = ~site_positions(site)[..., 0].isnan().to(maps.device)
-        return select_keys(site, maps, present)
+        asking, keys = (~at(site)[..., 0].isnan().to(maps.device) for at in (site_positions, key_positions))
+        return select_keys(site, maps, asking, keys)
     first = site.prefix
     return select_keys(site, maps[..., first : first + site.grid[0] * site.grid[1], :])
 
 
-def select_keys(site: AttentionSite, rows: Tensor, present: Tensor | None = None) -> Rows:
+def select_keys(site: AttentionSite, rows: Tensor, asking: Tensor | None = None, present: Tensor | None = None) -> Rows:
     """Attention of some queries to patches, and to the rest.
 
     Args:
         site: where the rows are from.
         rows: `(image, window, head, query, key)`.
-        present: which tokens are patches `(window, token)`, if the site tells their positions.
+        asking: which queries are patches `(window, query)`; all of them unless given.
+        present: which keys are `(window, key)`, if the site tells their positions.
 
     Returns:
-        The rows; queries are taken to be the tokens if `present` is given, else patches.
+        The rows.
     """
     rows = in_single(site, rows)
     if present is None:
@@ -113,7 +119,7 @@ def select_keys(site: AttentionSite, rows: Tensor, present: Tensor | None = None
     on_patches = patches.sum(-1)
     if site.source.sink:
         others = others + (1 - on_patches - others).clamp_min(0)
-    return Rows(patches, on_patches, others, present)
+    return Rows(patches, on_patches, others, asking)
 
 
 def in_pieces(measure: Callable[..., Tensor], *maps: Tensor) -> Tensor:

@@ -8,15 +8,22 @@ import xarray as xr
 from torch import Tensor, nn
 
 from vitprobe.attach import AttentionSite
-from vitprobe.probes.attention import Rows, SiteMean, head_coordinate, in_pieces, patch_rows, site_positions
+from vitprobe.probes.attention import (
+    Rows,
+    SiteMean,
+    head_coordinate,
+    in_pieces,
+    key_positions,
+    patch_rows,
+    site_positions,
+)
 from vitprobe.probes.base import FeatureProbe, along_layer
 
 
 def uniform_entropy(site: AttentionSite) -> float:
     """The entropy of a site whose patches attend to all patches of their window alike [nats]."""
-    present = ~site_positions(site)[..., 0].isnan()
-    keys = present.sum(-1).double()
-    return float((keys * keys.clamp_min(1).log()).sum() / keys.sum())  # each window has as many queries as keys
+    queries, keys = ((~at(site)[..., 0].isnan()).sum(-1).double() for at in (site_positions, key_positions))
+    return float((queries * keys.clamp_min(1).log()).sum() / queries.sum())
 
 
 class AttentionEntropy(FeatureProbe):
@@ -35,6 +42,7 @@ class AttentionEntropy(FeatureProbe):
         "Zhai et al. 2023, Stabilizing Transformer Training by Preventing Attention Entropy Collapse, arXiv:2303.06296"
     )
     reads = "attention"
+    other_keys = True
     summed = ("_entropy",)
 
     def start(self) -> None:

@@ -379,7 +379,7 @@ def _grid_rows(site: AttentionSite, maps: Tensor, queries: slice) -> Rows:
     tokens = np.lexsort((positions[whole, :, 1], positions[whole, :, 0]))[:, : site.grid[0] * site.grid[1]]
     order = torch.from_numpy(tokens).to(maps.device)[None, :, None, :]  # (image, window, head, patch)
     asked = maps[:, whole].take_along_dim(order[..., queries, None], 3)
-    rows = select_keys(site, asked, torch.from_numpy(present[whole]).to(maps.device))
+    rows = select_keys(site, asked, present=torch.from_numpy(present[whole]).to(maps.device))
     return replace(rows, patches=rows.patches.take_along_dim(order[..., None, :], 4))
 
 

@@ -173,6 +173,7 @@ class FeatureProbe(ABC):
         reads: what `update` gets: `(unit, activation)`; `(site, maps)`; `(site, (maps, content, position))` of sites
             whose maps are gated sums; or `(targets, logits)`.
         inputs: what attention sees in the pass: its layer's own input, or the patch embedding in every layer.
+        other_keys: whether maps are read too whose keys are other tokens than their queries, such as pooled ones.
         whole_batches: whether an activation comes with all images of the batch at once instead of in chunks, for
             what compares images with each other.
         summed: names of the attributes that hold what was measured when a batch is over, if processes can sum that up:
@@ -184,6 +185,7 @@ class FeatureProbe(ABC):
     references: ClassVar[str]
     reads: ClassVar[Literal["activation", "attention", "gated attention", "output"]]
     inputs: Inputs = "layer"
+    other_keys: ClassVar[bool] = False
     whole_batches: ClassVar[bool] = False
     summed: ClassVar[tuple[str, ...]] = ()
 
@@ -452,9 +454,20 @@ def _pass(
 def _places(one: FeatureProbe, found: Plan) -> Sequence[Unit] | Sequence[AttentionSite]:
     if one.reads == "output":
         return ()
-    if one.reads == "gated attention":
-        return [site for site in found.attentions if site.parts]
-    return found.units if one.reads == "activation" else found.attentions
+    if one.reads == "activation":
+        return found.units
+    return [site for site in found.attentions if _reads(one, site)]
+
+
+def _reads(one: FeatureProbe, site: AttentionSite) -> bool:
+    """Whether a probe of attention reads the maps of a site."""
+    return bool(site.parts) if one.reads == "gated attention" else site.keys is None or one.other_keys
+
+
+def _left_out(one: FeatureProbe, found: Plan) -> list[str]:
+    """What the pass shows and a probe does not read, or cannot be shown, and why."""
+    maps = [site for site in found.attentions if one.reads == "attention" and not _reads(one, site)]
+    return [*found.skipped, *(f"{site.name}: {one.name} wants keys that are the queries' tokens" for site in maps)]
 
 
 def _reason_against(one: FeatureProbe, found: Plan, batch: Any) -> str:
@@ -480,7 +493,8 @@ def _reason_against(one: FeatureProbe, found: Plan, batch: Any) -> str:
             "a ConViT's GPSA is",
         ),
     }[one.reads]
-    reasons = f" Left out: {_grouped(found.skipped)}." if found.skipped and one.reads != "gated attention" else ""
+    left_out = _left_out(one, found) if one.reads != "gated attention" else []
+    reasons = f" Left out: {_grouped(left_out)}." if left_out else ""
     return f"{one.name}: the forward pass shows no {what}; {advice}.{reasons}"
 
 
@@ -495,17 +509,18 @@ def _grouped(skipped: Sequence[str]) -> str:
 
 
 def _watch(model: nn.Module, found: Plan, probes: Sequence[FeatureProbe], inputs: Inputs) -> Watch:
-    on_gated = [one.update for one in probes if one.reads == "gated attention"]
-    on_maps = [one.update for one in probes if one.reads == "attention"]
-    on_chunks = [one.update for one in probes if one.reads == "activation" and not one.whole_batches]
-    on_batches = [one.update for one in probes if one.reads == "activation" and one.whole_batches]
+    on_gated = [one for one in probes if one.reads == "gated attention"]
+    on_maps = [one for one in probes if one.reads == "attention"]
+    on_chunks = [one for one in probes if one.reads == "activation" and not one.whole_batches]
+    on_batches = [one for one in probes if one.reads == "activation" and one.whole_batches]
 
-    def each(updates: Sequence[Callable[[Any, Any], None]]) -> Callable[[Any, Any], None] | None:
-        def call(where: Any, what: Any) -> None:
-            for update in updates:
-                update(where, what)
+    def each(readers: Sequence[FeatureProbe]) -> Callable[[Any, Any], None] | None:
+        def call(where: Unit | AttentionSite, what: Any) -> None:
+            for one in readers:
+                if isinstance(where, Unit) or _reads(one, where):
+                    one.update(where, what)
 
-        return call if updates else None
+        return call if readers else None
 
     return Watch(
         model,
@@ -540,7 +555,7 @@ def _dataset(
             images=seen.images,
             image_height=seen.plan.image[0],
             image_width=seen.plan.image[1],
-            skipped=json.dumps(list(seen.plan.skipped)),
+            skipped=json.dumps(_left_out(one, seen.plan)),
             **more,
             **named,
         )
@@ -553,7 +568,13 @@ def coordinates(places: Sequence[Unit] | Sequence[AttentionSite]) -> dict[str, A
     """The coordinates along `layer` of units or attention sites."""
     grids = [place.layout.grid if isinstance(place, Unit) else place.grid for place in places]
     prefixes = [place.layout.prefix if isinstance(place, Unit) else place.prefix for place in places]
-    return {
+    apart: dict[str, Any] = {}
+    if any(isinstance(place, AttentionSite) and place.keys is not None for place in places):
+        between = [place.key_grid if isinstance(place, AttentionSite) else None for place in places]
+        for axis, (name, text) in enumerate({"key_grid_h": "rows", "key_grid_w": "columns"}.items()):
+            grid = [sizes[axis] for sizes in between if sizes]
+            apart[name] = ("layer", grid, {"long_name": f"{text} of patches that are looked at", "units": "1"})
+    return apart | {
         "layer": ("layer", np.arange(len(places)), {"long_name": "place in the order of the forward pass"}),
         "layer_name": ("layer", [place.name for place in places], {"long_name": "path of the module"}),
         "kind": ("layer", [place.kind for place in places], {"long_name": "what ran since the unit before"}),

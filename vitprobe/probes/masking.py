@@ -169,9 +169,14 @@ def _check(mask: str, per: str) -> None:
 
 def _sites(mask: str, found: Plan) -> tuple[list[AttentionSite], list[str]]:
     """The attention maps that a mask can be laid on, and why not on others."""
-    chosen = [site for site in found.attentions if mask not in ("content", "position") or site.parts]
-    left = [site.name for site in found.attentions if site not in chosen]
-    reasons = [f"{name}: no gated sum of content and position" for name in left]
+    chosen, reasons = [], []
+    for site in found.attentions:
+        if mask in ("content", "position") and not site.parts:
+            reasons.append(f"{site.name}: no gated sum of content and position")
+        elif mask.startswith("window:") and site.keys is not None:
+            reasons.append(f"{site.name}: keys are other tokens than queries, which leaves a query none near it")
+        else:
+            chosen.append(site)
     if not chosen:
         listed = "; ".join([*reasons, *found.skipped]) or "it applies none between patches"
         raise ValueError(f"mask {mask!r}: the forward pass shows no attention map to lay it on ({listed}).")

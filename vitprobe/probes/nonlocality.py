@@ -17,6 +17,7 @@ from vitprobe.probes.attention import (
     head_coordinate,
     in_pieces,
     in_single,
+    key_positions,
     patch_rows,
     site_positions,
 )
@@ -30,18 +31,19 @@ def distances(grid: tuple[int, int], *, device: torch.device | str = "cpu") -> T
 
 @lru_cache(maxsize=64)
 def _distances(grid: tuple[int, int], device: torch.device) -> Tensor:
-    return _between(grid_positions(grid)).float().to(device)
+    positions = grid_positions(grid)
+    return _between(positions, positions).float().to(device)
 
 
-def _between(positions: Tensor) -> Tensor:
-    return torch.cdist(positions, positions, compute_mode="donot_use_mm_for_euclid_dist")
+def _between(queries: Tensor, keys: Tensor) -> Tensor:
+    return torch.cdist(queries, keys, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def site_distances(site: AttentionSite) -> Tensor:
     """Euclidean distance between the tokens of a site `(window or 1, query, key)` [patches]; 0 for no patch."""
     if site.positions is None:
         return distances(site.grid)[None]
-    return _between(site_positions(site)).nan_to_num(0.0).float()
+    return _between(site_positions(site), key_positions(site)).nan_to_num(0.0).float()
 
 
 def uniform_nonlocality(grid: tuple[int, int]) -> float:
@@ -51,9 +53,9 @@ def uniform_nonlocality(grid: tuple[int, int]) -> float:
 
 def site_uniform_nonlocality(site: AttentionSite) -> float:
     """The nonlocality of a site whose patches attend to all patches of their window alike [patches]."""
-    present = ~site_positions(site)[..., 0].isnan()
-    each = site_distances(site).double().sum(-1) / present.sum(-1, keepdim=True)
-    return float(each[present].mean())
+    asking, keys = (~at(site)[..., 0].isnan() for at in (site_positions, key_positions))
+    each = (site_distances(site).double() * keys[:, None]).sum(-1) / keys.sum(-1, keepdim=True)
+    return float(each[asking].mean())
 
 
 class Reach:
@@ -92,10 +94,11 @@ class Nonlocality(FeatureProbe):
     The mean over query patches of `sum_k A[q, k] |q - k|`, Euclidean, in patches, then over images (d'Ascoli et al.
     2021, eq. 8). Prefix tokens, padding and sinks are no place: they are left out as queries and as keys, rows are
     normalised anew (a query without any attention to patches is left out of the mean), and the attention that patches
-    paid to them is `prefix_mass`. GPSA is measured on its gated map,
-    windowed attention inside its windows. `uniform_nonlocality` is what attention to all patches alike would give
-    there, and `nonlocality_ratio` is over it, so that grids can be compared. `layer_nonlocality` is the mean over
-    heads. Standard errors are over images.
+    paid to them is `prefix_mass`. GPSA is measured on its gated map, windowed attention inside its windows, and where
+    keys are other tokens than queries (pooled, as in PVT, or not, as in LeViT), distances are in patches of the
+    queries, each token being in the middle of what it stands for. `uniform_nonlocality` is what attention to all
+    patches alike would give there, and `nonlocality_ratio` is over it, so that grids can be compared.
+    `layer_nonlocality` is the mean over heads. Standard errors are over images.
 
     Args:
         inputs: `"layer"`: activations are the layer's own input, as eq. 8 says. `"patch embedding"`: every layer is
@@ -106,6 +109,7 @@ class Nonlocality(FeatureProbe):
     title = "Nonlocality of attention by layer and head"
     references = "d'Ascoli et al. 2021, ConViT, arXiv:2103.10697, eq. 8 and Fig. 5"
     reads = "attention"
+    other_keys = True
     summed = ("_distance", "_prefix", "_layer")
 
     def __init__(self, inputs: Inputs = "layer") -> None:
