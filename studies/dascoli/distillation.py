@@ -8,7 +8,7 @@ Command    vitprobe run dascoli/distillation                 digits
            vitprobe run dascoli/distillation --scale paper --device cuda    CIFAR-100
 Cost       quick: 9 trainings of nano networks beyond dascoli/ablations, 3 of them teachers, about 5 minutes of one core
            (estimated). cpu: 9 trainings of micro networks beyond dascoli/ablations, 3 of them teachers; a taught one
-           takes a pass of the teacher more; about 3 minutes of one core each (estimated). paper: 9 trainings beyond
+           takes a pass of the teacher more; 695 s on two cores (measured, beside other work). paper: 9 trainings beyond
            dascoli/sample_efficiency, not measured.
 Rule       Set before anything was measured. Of each seed the gain of test accuracy by distillation: of the ConViT,
            above zero; and that of the ViT less that of the ConViT, above zero. D11 is supported if the 95 % t intervals
@@ -21,8 +21,8 @@ Rule       Set before anything was measured. Of each seed the gain of test accur
            the test images than the pupils are without it, makes all inconclusive.
            Both pupils have the same heads and width, where Table 4 compares networks of different size.
 Expected   Gains of some points for both where the teacher is better than its pupils, as a ResNet is on few images;
-           which gain is the larger stays open with three seeds. The accuracy by the recipe of scales.SMALL["cpu"] has
-           not been measured for any seed.
+           which gain is the larger stays open with three seeds. The accuracy by the recipe of scales.SMALL["cpu"], mean
+           of seeds 0 to 2: 41.2 % ViT and 42.3 % ConViT without a teacher, 42.5 % and 44.4 % with one of 54.7 %.
 """
 
 import sys

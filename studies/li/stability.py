@@ -6,8 +6,8 @@ Command    vitprobe run li/stability                         digits
            vitprobe run li/stability --scale cpu             5,000 images of CIFAR-10, six epochs
            vitprobe run li/stability --scale paper --device cuda     CIFAR-100, 20 epochs
 Cost       Each seed takes three trainings from scratch and three of two phases. quick: 18 trainings of nano networks of
-           ten epochs, 2 minutes of one core; cpu: 18 of micro networks of six epochs, 9 minutes of one core for each
-           seed (both estimated from the speed of such networks). paper: not measured.
+           ten epochs, 2 minutes of one core (estimated); cpu: 18 of micro networks of six epochs, 2009 s on two cores
+           (measured, beside other work). paper: not measured.
 Rule       Set before anything was measured. The recipe's learning rate, four and sixteen times it: towards smaller ones
            a short training shows how fast and not how stable it is. Of each seed and
            arm the test accuracy above chance at the worst of the three, over that at the best; a training whose loss
@@ -17,7 +17,9 @@ Rule       Set before anything was measured. The recipe's learning rate, four an
            show the beginning of training only, where each phase has a warm-up of its own, of half an epoch. Norms of
            gradients are not measured.
 Expected   Two phases lose less, since a convolutional network tolerates more learning rates than a ViT. The accuracy by
-           this recipe, that of scales.SMALL["cpu"] cut to six epochs, has not been measured for any seed.
+           the recipe of scales.SMALL["cpu"] cut to six epochs, mean of seeds 0 to 2: at its learning rate 42.7 % with
+           two phases and 40.2 % from scratch, at four times it 41.5 % and 40.4 %, at sixteen times it 34.9 % and
+           30.5 %.
 """
 
 import sys
