@@ -14,8 +14,8 @@ Protocol   The ResNet of families.grid, and the same with a blur that ends every
            bounds and rectifies the activation first and lets the grid grow (`smoothing="tanh"`): it is not measured
            here, because what it does would not be the blur's alone, and maps of two sizes differ in frequencies.
            Activations are those after every block and every blur, of all test images; APE is the mean of the positive
-           eigenvalues of the loss's Hessian at the end of the warm-up, on batches that are the same for all networks,
-           as in park_kim/spectra.
+           eigenvalues of the loss's Hessian at the end of the warm-up, on batches that are the same for both networks
+           of a seed, as in park_kim/spectra.
 Rule       Set before anything was measured. Seeds are the units. E24 has three parts, each claimed to lie below zero:
            (a) the change of the relative log amplitude at the highest frequency by the blurs, mean over the blurs of a
            network; (b) the same of log2 of the variance over positions; (c) log2 of APE, with blurs less without, in

@@ -30,9 +30,10 @@ def eigenvalues(result: Trained, epoch: int, settings: Settings) -> xr.Dataset:
     """The five eigenvalues of largest magnitude of each batch of 16 training images, by the paper's protocol.
 
     The images are augmented, mixed and smoothed as in the network's own training, and weight decay counts as
-    |w|^2 / 2 times its coefficient. The batches are drawn from one seed: networks of equal data and augmentation see
-    the same ones. They are kept beside the trained network, batch by batch: studies share them, and one that is stopped
-    goes on with the next batch.
+    |w|^2 / 2 times its coefficient. The batches are drawn from the network's own seed: networks of one seed, and of
+    equal data and augmentation, see the same ones, and an interval over seeds covers which batches were drawn. They are
+    kept beside the trained network, batch by batch: studies share them, and one that is stopped goes on with the next
+    batch.
 
     Args:
         result: the trained network.
@@ -42,7 +43,7 @@ def eigenvalues(result: Trained, epoch: int, settings: Settings) -> xr.Dataset:
     Returns:
         As `hessian_eigenvalues`; `nep` and `ape` with their intervals over batches are variables.
     """
-    run, images = result.run, len(result.data.train)
+    run, images, seed = result.run, len(result.data.train), result.run.recipe.seed
     few = BATCHES.get(settings.scale)
     share = min(1.0, few * BATCH_SIZE / images) if few else 0.1
     options: dict[str, Any] = {
@@ -51,12 +52,12 @@ def eigenvalues(result: Trained, epoch: int, settings: Settings) -> xr.Dataset:
         "weight_decay": run.recipe.weight_decay,
         "stack": 4 if settings.scale in ("smoke", "quick") else 1,
     }
-    kept = result.folder / f"eigenvalues_{config_hash({'epoch': epoch, 'share': share, **options})}.nc"
+    kept = result.folder / f"eigenvalues_{config_hash({'epoch': epoch, 'share': share, 'seed': seed, **options})}.nc"
     if settings.recompute:
         kept.unlink(missing_ok=True)
     ds = hessian_eigenvalues(
         result.at(epoch),
-        TrainingBatches(result.data, run.recipe, batch_size=BATCH_SIZE, share=share, seed=0),
+        TrainingBatches(result.data, run.recipe, batch_size=BATCH_SIZE, share=share, seed=seed),
         **options,
         path=kept,
         progress=False,
@@ -67,7 +68,7 @@ def eigenvalues(result: Trained, epoch: int, settings: Settings) -> xr.Dataset:
         for name, (text, units) in STATISTICS.items()
         for end, of_end in _ENDS.items()
     }
-    return ds.assign(numbers).assign_attrs(batches_seed=0)
+    return ds.assign(numbers)
 
 
 def measured_epochs(run: Run) -> list[int]:

@@ -12,11 +12,13 @@ Command    vitprobe run park_kim/spectra                     digits; shares its 
 Cost       beside the training. quick: 180 s on two cores (measured). cpu: 429 s on two cores (measured). paper was
            not measured.
 Protocol   The five eigenvalues of largest magnitude of each batch of 16 training images, augmented, mixed and smoothed
-           as in the training, weight decay counted as |w|^2 / 2 times its coefficient; the batches are drawn once and
-           are the same for all networks and epochs. Each eigenvalue is stored with its residual. NEP is the share of
-           negative ones, APE the mean of the positive ones, from the eigenvalues and not from a smoothed density.
-           ResNet and ViT are measured all along, the others, of which no more is claimed, at the end of warm-up.
-           ConvMixer is left out: no claim is about it, and its nearly equal eigenvalues take several times the work.
+           as in the training, weight decay counted as |w|^2 / 2 times its coefficient; the batches are drawn from the
+           network's seed: networks of one seed see the same ones, at all epochs (at first all seeds did, which left out
+           of the intervals which batches were drawn; measured again with the rules as they were). Each eigenvalue is
+           stored with its residual. NEP is the share of negative ones, APE the mean of the positive ones, from the
+           eigenvalues and not from a smoothed density. ResNet and ViT are measured all along, the others, of which no
+           more is claimed, at the end of warm-up. ConvMixer is left out: no claim is about it, and its nearly equal
+           eigenvalues take several times the work.
 Rule       Set when four batches of one trained ViT of the quick scale (no negative eigenvalue) and of the untrained
            networks had been seen, and before any two trained networks were compared. Seeds are the units, the batches
            of a network are not. E3: NEP of the ViT less that of the ResNet. E5: log2 of APE of the ViT over that of the
@@ -87,7 +89,7 @@ def epochs_of(run: Run) -> list[int]:
 
 
 def measure(run: Run, settings: Settings) -> xr.Dataset:
-    """Eigenvalues of one network at its snapshots `(epoch, batch, rank)`, on the same batches."""
+    """Eigenvalues of one network at its snapshots `(epoch, batch, rank)`, of the same batches."""
     result = trained(run, cache=settings.cache, device=settings.device)
     spectra = {epoch: eigenvalues(result, epoch, settings) for epoch in epochs_of(run)}
     last = result.history.isel(epoch=-1)

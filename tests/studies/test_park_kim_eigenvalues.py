@@ -73,6 +73,21 @@ def test_eigenvalues_go_on_with_the_next_batch(tmp_path, monkeypatch):
     xr.testing.assert_identical(whole.drop_attrs(), resumed.drop_attrs())
 
 
+@pytest.mark.filterwarnings("ignore:.*not converged:UserWarning")
+def test_batches_are_those_of_the_networks_seed(tmp_path):
+    """So that an interval over seeds covers which batches were drawn, and networks of one seed can be compared."""
+    runs = {
+        (depth, seed): replace(RUN, recipe=replace(RUN.recipe, seed=seed), options={"depth": depth})
+        for depth, seed in ((1, 0), (2, 0), (1, 1))
+    }
+    seen = {
+        key: eigenvalues(trained(run, cache=tmp_path, device="cpu"), 1, Settings(scale="smoke")).fingerprint.values
+        for key, run in runs.items()
+    }
+    assert (seen[1, 0] == seen[2, 0]).all()
+    assert (seen[1, 0] != seen[1, 1]).all()
+
+
 def test_the_interval_over_seeds_of_a_positive_number_is_that_of_its_logarithm():
     values = np.array([[4.0], [8.0], [16.0]])
     mean, sides = over_seeds(values, "ape")

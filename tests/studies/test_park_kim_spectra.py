@@ -170,7 +170,7 @@ def test_smoke(smoke_run):
     np.testing.assert_allclose(ds.nep, (ds.eigenvalue < 0).mean(["batch", "rank"]))
     np.testing.assert_allclose(ds.ape, ds.eigenvalue.where(ds.eigenvalue > 0).mean(["batch", "rank"]))
     assert (ds.nep_low <= ds.nep).all() and (ds.nep <= ds.nep_high).all()
-    assert len(set(ds.fingerprint.values[:, 0])) == 1  # the same batches for all networks
+    assert len(set(ds.fingerprint.values[:, 0])) == 1  # the same batches for all networks of a seed
     assert (ds.attrs["split"], ds.attrs["batch_size"], ds.attrs["weight_decay"]) == ("train", 16, 0.05)
     assert path.with_suffix(".png").stat().st_size > 10_000
     assert set(ds.family.values) == {"ResNet", "ViT", "AlterNet", "PiT", "Swin"}
