@@ -639,7 +639,10 @@ def test_what_is_defined_inside_a_function_cannot_travel():
         ("slurm:partitoin=gpu", {}, r"unknown option of slurm 'partitoin'. Did you mean 'partition'"),
         ("slurm:hours=long", {}, "hours='long' is no number"),
         ("slurm:gpus", {}, "gpus=4"),
-        ("slurm:cpus=-1", {}, "'cpus=-1' has no value"),
+        ("slurm:cpus=-1", {}, "cpus=-1 is no number of at least 1: use e.g. cpus=1"),
+        ("slurm-local:jobs=0", {}, "jobs=0 is no number of at least 1: use e.g. jobs=1"),
+        ("slurm:hours=0", {}, "hours=0 is no number above 0: use e.g. hours=8"),
+        ("slurm:memory_gb=nan", {}, "memory_gb=nan is no number above 0"),
         ("slurm:partition=gpu", {}, "no Slurm on this machine .*: type this on a login node"),
     ],
 )

@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
+import math
 import multiprocessing
 import os
 import pickle
@@ -505,8 +506,9 @@ def _slurm(kind: str, text: str, folder: Path) -> "SlurmExecutor":
             options[name] = SLURM_OPTIONS[name](value)
         except ValueError:
             raise ValueError(f"--executor {kind}: {name}={value!r} is no number: use e.g. {name}=4.") from None
-        if not equals or not value or (not isinstance(options[name], str) and options[name] < 0):
+        if not equals or not value:
             raise ValueError(f"--executor {kind}: {part!r} has no value: use e.g. {kind}:partition=gpu,hours=8.")
+        _check_size(kind, name, options[name])
     try:
         from submitit import AutoExecutor
     except ModuleNotFoundError:
@@ -533,6 +535,15 @@ def _slurm(kind: str, text: str, folder: Path) -> "SlurmExecutor":
     # Slurm queues what it has no room for; processes of this machine would all start.
     jobs = options.get("jobs", None if kind == "slurm" else cores())
     return SlurmExecutor(executor, jobs=jobs, threads=cpus, poll=5.0 if kind == "slurm" else 0.2)
+
+
+def _check_size(kind: str, name: str, value: str | float) -> None:
+    """Whether a number of something can be asked for: with 0 jobs at a time a study would wait for ever."""
+    least = {"jobs": 1, "cpus": 1, "gpus": 0}.get(name)
+    if isinstance(value, str) or (value >= least if least is not None else 0 < value < math.inf):
+        return
+    wanted = "above 0" if least is None else f"of at least {least}"
+    raise ValueError(f"--executor {kind}: {name}={value:g} is no number {wanted}: use e.g. {name}={least or 8}.")
 
 
 class SlurmExecutor:
