@@ -60,6 +60,18 @@ def test_what_is_measured_is_not_measured_again(tmp_path):
     assert again.dataset("one").epoch.values.tolist() == [1, 2, 3]
 
 
+def test_a_measurement_of_other_weights_is_overwritten(tmp_path):
+    """A folder may hold that of another seed, whose training was stopped before its first checkpoint."""
+    batches = [torch.randn(2, 3, 8, 8)]
+    found = []
+    for seed in (0, 1, 1):
+        measurements = Measurements({"one": lambda model: nonlocality(model, batches, progress=False)}, tmp_path)
+        measurements(create_model("vit_nano", image_size=8, num_classes=2, seed=seed), {"epoch": 0})
+        found.append(measurements.dataset("one"))
+    assert not found[0].nonlocality.equals(found[1].nonlocality)
+    assert found[1].attrs["history"] == found[2].attrs["history"]  # the same weights are not measured again
+
+
 def test_unknown_and_empty_measurements_are_said(tmp_path):
     measurements = Measurements({"nonlocality": nonlocality}, tmp_path)
     with pytest.raises(ValueError, match="nothing is measured yet"):

@@ -7,8 +7,10 @@ from pathlib import Path
 import xarray as xr
 from torch import nn
 
+from vitprobe.calling import unwrap
 from vitprobe.names import unknown
 from vitprobe.results import load, save
+from vitprobe.training.checkpoint import digest
 
 Measure = Callable[[nn.Module], xr.Dataset]
 
@@ -16,8 +18,10 @@ Measure = Callable[[nn.Module], xr.Dataset]
 class Measurements:
     """Measures a model after chosen epochs; for `fit(..., on_epoch=measurements)`.
 
-    Each measurement of each epoch is a netCDF file, written whole or not at all, and not taken again where it is
-    there: an interrupted training goes on with what was measured before.
+    Each measurement of each epoch is a netCDF file, written whole or not at all, and not taken again of the same
+    weights: an interrupted training goes on with what was measured before. One of other weights, such as those of
+    another seed that were in the folder before, is overwritten. What is measured goes by its name: give a probe with
+    other options another one.
 
     Args:
         measures: what is measured, by name: functions of the model, such as
@@ -48,11 +52,13 @@ class Measurements:
         epoch = int(row["epoch"])
         if self.epochs is not None and epoch not in self.epochs:
             return
+        weights = digest(unwrap(model).state_dict())
         for name, measure in self.measures.items():
             file = self.folder / name / f"epoch_{epoch:04d}.nc"
-            if not file.exists():
-                ds = measure(model)
-                save(ds.assign_coords(epoch=((), epoch, {"long_name": "completed epochs", "units": "1"})), file)
+            if file.exists() and load(file).attrs.get("weights") == weights:
+                continue
+            at = {"epoch": ((), epoch, {"long_name": "completed epochs", "units": "1"})}
+            save(measure(model).assign_coords(at).assign_attrs(weights=weights), file)
 
     def dataset(self, name: str) -> xr.Dataset:
         """All that was measured under a name, along `epoch`.
