@@ -300,16 +300,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def replace_tensor(value: Any, old: Tensor, new: Tensor) -> Any:
     """The same nest of tuples, lists and mappings with one tensor replaced by another."""
-    if value is old:
-        return new
-    if isinstance(value, Mapping):
-        changed = {key: replace_tensor(item, old, new) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)  # a ModelOutput takes keywords
-    if isinstance(value, tuple | list):
-        items = [replace_tensor(item, old, new) for item in value]
-        # A named tuple takes its fields one by one.
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return change_tensors(value, lambda tensor: new if tensor is old else tensor)
 
 
 def images_of(batch: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """Accuracy under band noise, against models whose answers are known."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -128,6 +129,17 @@ def test_the_model_is_handed_back_as_it_was_and_says_what_was_measured():
     assert ds.attrs["probe"] == "noise_by_frequency" and ds.attrs["definition"] == "corrected"
     assert ds.attrs["images"] == 30
     np.testing.assert_allclose(ds.rms, 0.2, rtol=1e-5)
+
+
+def test_batches_keep_their_kind():
+    class Batch(NamedTuple):
+        images: torch.Tensor
+        labels: torch.Tensor
+
+    model = OneWave(4)
+    images, labels = waves_and_labels(model, 30.0, 40)
+    named = measure(model, [Batch(images, labels)], forward=lambda net, batch: net(batch.images))
+    assert named.equals(measure(model, [(images, labels)]))
 
 
 def test_half_precision_models_take_noisy_images():

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
-from vitprobe.calling import default_forward, described, described_batches, images_of, untouched, unwrap
+from vitprobe.calling import default_forward, described, described_batches, images_of, replace_tensor, untouched, unwrap
 from vitprobe.data.band_noise import NoiseDefinition, band_noise, ring, white_spectrum
 from vitprobe.names import unknown
 from vitprobe.probes.answers import answers
@@ -115,7 +115,7 @@ def noise_by_frequency(
                 results = []
                 for spectrum in spectra:
                     noise, achieved = band_noise(spectrum, frequency, rms=strength, width=width, definition=definition)
-                    results.append(answers(bare, _with_images(batch, images, images + noise.to(images.dtype)), call))
+                    results.append(answers(bare, replace_tensor(batch, images, images + noise.to(images.dtype)), call))
                     power.add(achieved.square())
                 right, lost = (torch.stack(each).mean(0) for each in zip(*results, strict=True))
                 for name, values in zip(_VARIABLES, (right, correct - right, lost), strict=True):
@@ -131,7 +131,7 @@ def noise_by_frequency(
         "repeats": repeats,
         "seed": seed,
     }
-    return _dataset(clean, noisy, powers, config).assign_attrs(
+    return _dataset(noisy, powers, config).assign_attrs(
         provenance(
             title=TITLE,
             references=REFERENCES,
@@ -150,17 +150,6 @@ def noise_by_frequency(
     )
 
 
-def _with_images(batch: Any, old: Tensor, new: Tensor) -> Any:
-    """The same batch with other images."""
-    if batch is old:
-        return new
-    if isinstance(batch, Mapping):
-        return {key: _with_images(value, old, new) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [_with_images(value, old, new) for value in batch]
-    return batch
-
-
 def _statistics(clean: Mapping[str, RunningMean]) -> dict[str, float]:
     said: dict[str, float] = {}
     for name, mean in clean.items():
@@ -169,7 +158,6 @@ def _statistics(clean: Mapping[str, RunningMean]) -> dict[str, float]:
 
 
 def _dataset(
-    clean: Mapping[str, RunningMean],
     noisy: Sequence[Mapping[str, RunningMean]],
     powers: Sequence[RunningMean],
     config: Mapping[str, Any],
