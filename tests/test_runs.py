@@ -133,10 +133,11 @@ def test_a_run_trained_to_an_epoch_is_the_beginning_of_the_whole(tmp_path):
 
 def test_a_folder_gives_its_network_back(tmp_path):
     options = {"depth": 2, "dim": 24}
-    run = Run(model="vit_nano", options=options, data=SMALL, recipe=replace(RUN.recipe, epochs=1))
+    recipe = replace(RUN.recipe, epochs=1)
+    run = Run(model="vit_nano", options=options, initialisers={"mimetic_": {}}, data=SMALL, recipe=recipe)
     result = trained(run, cache=tmp_path)
     model = load_run(result.folder)
-    assert not model.training
+    assert not model.training and model.initialisation == result.model.initialisation
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), result.model.parameters(), strict=True))
     with pytest.raises(FileNotFoundError, match="holds no trained network"):
         load_run(tmp_path)

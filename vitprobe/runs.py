@@ -70,7 +70,10 @@ class Run:
         return f"{self.model} seed {self.recipe.seed}"
 
     def config(self) -> dict[str, Any]:
-        """Everything the trained weights depend on, as plain JSON types; data by content, not by place."""
+        """All settings that the trained weights depend on, as plain JSON types; data by content, not by place.
+
+        Code is none of them: after a change of what a default means, or of a library, empty the cache.
+        """
         config = {
             "model": self.model,
             "options": dict(self.options),
@@ -255,6 +258,8 @@ def load_run(folder: str | os.PathLike[str], epoch: int | None = None) -> nn.Mod
         )
     try:
         model = create_model(**run["created"])
+        if initialisation := run.get("initialisation"):
+            model.initialisation = initialisation  # what the datasets of it say
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"the {run.get('model_class', 'network')} in {folder} cannot be made by create_model: build it as it was"
