@@ -431,6 +431,7 @@ def test_stacking_refuses_to_lose_anything():
         ("folder:images/cats", "folder:images/cats"),
         ("park_kim/fourier", "park_kim/fourier"),
         ("0.5", "0.5"),
+        ("dask:tcp://10.0.0.1:8786", "dask:tcp://10.0.0.1:8786"),
     ],
 )
 def test_history_has_the_command_without_the_machines_folders(argument, kept, monkeypatch):

@@ -111,7 +111,7 @@ def provenance(
 
 def _without_folders(argument: str) -> str:
     """A command's argument with the last part only of every absolute path in it, also after `=`, `:` or `,`."""
-    return re.sub(r"(^|[=:,])[/~][^,]*/(?=[^,/])", r"\1", argument)
+    return re.sub(r"(^|[=:,])(?!//)[/~][^,]*/(?=[^,/])", r"\1", argument)  # an address, tcp://, is no path
 
 
 @functools.cache
