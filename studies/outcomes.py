@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 from scipy.stats import spearmanr
 
 from vitprobe.claims import Claim, Direction, Verdict, decide
-from vitprobe.data import ImageData
 from vitprobe.data.corruption import SMALLEST
 from vitprobe.figures.page import attribute, interval
 from vitprobe.probes import corruption_robustness
@@ -136,7 +134,7 @@ def robustness(result: Trained, *, images: int, severities: Sequence[int]) -> di
     """
     data, found = result.data, (np.nan, np.nan)
     if images and data.channels == 3 and min(data.image_size) >= SMALLEST:
-        ds = corruption_robustness(result.model, few_images(data, images), severities=severities, progress=False)
+        ds = corruption_robustness(result.model, data.few(images), severities=severities, progress=False)
         found = (100 * ds.attrs["mean_accuracy"], 100 * ds.attrs["mean_accuracy_se"])
     said = ("mean accuracy on corrupted images", "standard error over images of robustness")
     names = ("robustness", "robustness_se")
@@ -144,13 +142,6 @@ def robustness(result: Trained, *, images: int, severities: Sequence[int]) -> di
         name: ((), value, {"long_name": text, "units": "%"})
         for name, value, text in zip(names, found, said, strict=True)
     }
-
-
-def few_images(data: ImageData, images: int) -> ImageData:
-    """The data with so many test images, spread evenly over them, which may be in the order of their classes."""
-    chosen = torch.zeros(len(data.test), dtype=torch.bool)
-    chosen[torch.linspace(0, len(data.test) - 1, min(images, len(data.test))).round().long()] = True
-    return replace(data, test=data.test.take(chosen))
 
 
 def where(ds: xr.Dataset, **chosen: Any) -> xr.Dataset:

@@ -162,10 +162,11 @@ def _processes(device: str | None) -> Iterator[tuple[Any, str | None]]:
 
 
 def _measurements(names: str, epochs: Collection[int], images: ImageData, folder: Path) -> Measurements:
+    some = images.few(500)
+
     def measure(probe: Any) -> Callable[[nn.Module], xr.Dataset]:
         def run(network: nn.Module) -> xr.Dataset:
-            some = itertools.islice(images.loader("test", batch_size=100), 5)
-            return probe.run(network, some, progress=False)
+            return probe.run(network, some.loader("test", batch_size=100), progress=False)
 
         return run
 

@@ -40,7 +40,7 @@ from torch import nn
 
 from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, kinds, seeds, vit
 from studies.initial_maps.drawn import no_verdicts
-from studies.outcomes import few_images, where
+from studies.outcomes import where
 from vitprobe.data import ImageData
 from vitprobe.figures.heads import heads_by_layer
 from vitprobe.figures.map_table import FLOOR
@@ -66,7 +66,7 @@ def grid(settings: Settings) -> list[Run]:
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Maps and gates of one network before and after training, along `epoch`."""
     result = trained(run, cache=settings.cache, device=settings.device)
-    data = few_images(result.data, IMAGES)
+    data = result.data.few(IMAGES)
     epochs = (0, run.recipe.epochs)
     ds = xr.concat(
         [looked(result.at(epoch), data).assign_coords(epoch=epoch) for epoch in epochs],

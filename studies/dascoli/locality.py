@@ -52,7 +52,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, in_time, seeds, vit
-from studies.outcomes import few_images, judge, part
+from studies.outcomes import judge, part
 from studies.scales import LEAST
 from vitprobe.claims import CLAIMS, Verdict, combine
 from vitprobe.data import ImageData
@@ -81,7 +81,7 @@ def grid(settings: Settings) -> list[Run]:
 def measure(run: Run, settings: Settings) -> xr.Dataset:
     """Nonlocality and gates of one network at its snapshots `(epoch, layer, head)`; layers without gates have NaN."""
     result = trained(run, cache=settings.cache, device=settings.device)
-    data = few_images(result.data, IMAGES)
+    data = result.data.few(IMAGES)
     snapshots = {epoch: snapshot(result.at(epoch), data) for epoch in run.recipe.snapshots}
     ds = xr.concat(
         [part.assign_coords(epoch=epoch) for epoch, part in snapshots.items()],

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -120,6 +120,12 @@ class ImageData:
             "std": list(self.std),
             "digest": self._digest,
         }
+
+    def few(self, images: int) -> "ImageData":
+        """The data with so many test images at most, spread evenly over them, as they may be class by class."""
+        chosen = torch.zeros(len(self.test), dtype=torch.bool)
+        chosen[torch.linspace(0, len(self.test) - 1, min(images, len(self.test))).round().long()] = True
+        return replace(self, test=self.test.take(chosen))
 
     def loader(
         self,
