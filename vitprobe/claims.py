@@ -446,7 +446,9 @@ def _ours(verdict: Verdict) -> str:
     if math.isnan(verdict.value):
         return f"n = {verdict.n} {verdict.unit}{plural}"
     interval = f"[{verdict.low:.3g}, {verdict.high:.3g}]"
-    return f"{verdict.value:.3g} {interval}, n = {verdict.n} {verdict.unit}{plural}"
+    # What is left of numbers that cancel is no number.
+    value = 0.0 if abs(verdict.value) < 1e-9 * (verdict.high - verdict.low) < math.inf else verdict.value
+    return f"{value:.3g} {interval}, n = {verdict.n} {verdict.unit}{plural}"
 
 
 def _cell(text: str) -> str:

@@ -86,8 +86,16 @@ def test_what_decides_nothing_is_judged_beside():
 def test_shares_are_of_what_random_trained_maps_learn():
     found = {verdict.claim.id: verdict for verdict in frozen.verdicts(stacked())}
     assert found["Z6 frozen"].value == pytest.approx((56 - 30) / 48, abs=0.03)
-    assert found["Z6 good"].value == pytest.approx((56 - 30) / (60 - 30), abs=0.03)
+    assert found["Z6 good"].value == pytest.approx(56 - 30 - (60 - 30) / 2, abs=0.5)
+    assert "recovered: 0.87 of 29.9 points" in found["Z6 good"].detail
     assert "+26.2 points; random maps gain 28.0 [27.3, 28.7] points by training" in found["Z6 frozen"].detail
+
+
+def test_where_trained_impulses_gain_nothing_half_of_it_is_no_division_by_zero():
+    ds = stacked(impulse=30.0, trained=30.0)
+    ds["accuracy"][:] = 50.0
+    good = {verdict.claim.id: verdict for verdict in frozen.verdicts(ds)}["Z6 good"]
+    assert good.value == 0 and good.verdict == "inconclusive" and "recovered" not in good.detail
 
 
 def test_only_trained_maps_must_have_learned():
