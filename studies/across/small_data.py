@@ -5,7 +5,7 @@ Question   None of the four papers puts its families and measurements side by si
            of the loss at the end of warm-up, what units do to high frequencies and to the variance, how far the network
            looks, calibration. Which of them has the order of the test accuracies?
 Command    vitprobe run across/small_data                    digits; shares its networks with park_kim/fourier
-           vitprobe run across/small_data --scale cpu --data cifar10 --train-size 10000
+           vitprobe run across/small_data --scale cpu --data cifar10
            vitprobe run across/small_data --scale paper --device cuda
 Cost       no training beyond families.grid. Beside it, the eigenvalues of one epoch, and three passes over the test
            images for all other probes: 369 s on two cores at the cpu scale (measured, eigenvalues taken from

@@ -3,7 +3,7 @@
 Claim      E24: 2 x 2 box blurs before the subsampling of a ResNet are low-pass, lower the variance of feature maps, and
            flatten the loss. The paper gives the same signs as for self-attention; its values are not known.
 Command    vitprobe run park_kim/blur                        digits; shares its plain ResNets with park_kim/fourier
-           vitprobe run park_kim/blur --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/blur --scale cpu --data cifar10
            vitprobe run park_kim/blur --scale paper --device cuda
 Cost       quick: 135 s on two cores with six trainings of resnet_nano (measured). cpu: 3 of resnet_micro beyond those
            of families.grid, 686 s (measured); paper: 3 of preact_resnet50, not measured. Beside the training, the

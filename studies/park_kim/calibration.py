@@ -3,7 +3,7 @@
 Claim      E22: on test images the confidence of networks is above their accuracy after training with weak augmentation
            and below it after strong augmentation. Published for CIFAR-100.
 Command    vitprobe run park_kim/calibration                 digits, 12 small networks; 4 shared with park_kim/fourier
-           vitprobe run park_kim/calibration --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/calibration --scale cpu --data cifar10
            vitprobe run park_kim/calibration --scale paper --device cuda
 Cost       quick: 144 s on two cores with 8 trainings beside the shared ones, two seeds (measured). cpu: 6 trainings
            beside the shared ones, begun by park_kim/warmup: 787 s (measured, partly beside other work). The rest is a

@@ -4,7 +4,7 @@ Claim      E2: over shares of the training set (2 to 100 %) and over lengths of 
            and test error of a ViT change with the same sign, where an overfitting network trades one for the other.
            Also drawn: the patch size of the ViT (Fig. C.2, error and NLL_train only).
 Command    vitprobe run park_kim/data_fraction               digits
-           vitprobe run park_kim/data_fraction --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/data_fraction --scale cpu --data cifar10
            vitprobe run park_kim/data_fraction --scale paper --device cuda
 Cost       quick: 235 s on two cores with two seeds (measured). cpu: 1231 s on two cores, two seeds, with 20 trainings
            beyond those of families.grid (measured, stopped once, beside other work). paper: about 40 GPU days on the

@@ -4,7 +4,7 @@ Claim      E1: over families of networks, test error and NLL_train rise together
            (ResNet, Twins, Swin, PiT, ViT, MLP-Mixer). E9: mixing by fixed weights is worse than attention: the
            MLP-Mixer has a larger error than the ViT. Published for CIFAR-100 (5a), CIFAR-10 and ImageNet (C.1).
 Command    vitprobe run park_kim/error                       digits; shares its networks with park_kim/fourier
-           vitprobe run park_kim/error --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/error --scale cpu --data cifar10
            vitprobe run park_kim/error --scale paper --device cuda
            vitprobe run park_kim/error --scale paper --device cuda --data cifar10         Fig. C.1
 Cost       quick: 326 s on two cores with 18 of its 24 trainings, those of families.grid but ResNet and ViT and the

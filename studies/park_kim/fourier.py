@@ -4,7 +4,7 @@ Claim      E14: attention lowers the relative log amplitude at the highest frequ
            except in the first blocks. Published for ViT-Ti and ResNet-50; Fig. D.2 shows PiT and Swin, whose values
            are not known.
 Command    vitprobe run park_kim/fourier                     digits, 21 small networks
-           vitprobe run park_kim/fourier --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/fourier --scale cpu --data cifar10
            vitprobe run park_kim/fourier --scale paper --device cuda
 Cost       The trainings, which most other studies share, and a pass over the test images. quick: 21 of about half a
            minute of one core; with those trained, 34 s on two cores. cpu: 21 of 2 (ConvMixer) to 5

@@ -5,7 +5,7 @@ Claim      E6: the loss surface around a trained ViT is flatter than around a tr
            of the weight tensors, of which the second makes most of the difference. AlterNet, PiT and Swin (Fig. C.4a,
            whose values are not known) are drawn and reported beside them.
 Command    vitprobe run park_kim/landscape                   digits; shares its trained networks with park_kim/fourier
-           vitprobe run park_kim/landscape --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/landscape --scale cpu --data cifar10
            vitprobe run park_kim/landscape --scale paper --device cuda
 Cost       beside the training. quick: 186 s on two cores, 242 cells of 320 images of 8x8 for each of 15 networks, and
            as many again for those with batch norm (measured). cpu: 395 s, 147 cells of 192 images of 32x32

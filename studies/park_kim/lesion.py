@@ -4,7 +4,7 @@ Claim      E19: of a stage's convolutions or MLPs the first costs most accuracy 
            units the last. Published for ResNet and Swin; PiT and ViT are shown. Values are known of Swin alone. For a
            plain deep ViT it is contested: its authors concede that units in the middle matter most there.
 Command    vitprobe run park_kim/lesion                      digits; shares its trained networks with park_kim/fourier
-           vitprobe run park_kim/lesion --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/lesion --scale cpu --data cifar10
            vitprobe run park_kim/lesion --scale paper --device cuda
 Cost       beside the training, two passes over the test images for each unit. quick: 46 s, cpu: 483 s on two cores
            (measured). paper was not measured.

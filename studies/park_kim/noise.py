@@ -4,7 +4,7 @@ Claim      E15: noise of one band of frequencies costs the ViT more than the Res
            ResNet more where it is high; the curves cross once. Published for ViT-Ti and ResNet-50 on ImageNet, where
            they cross between 0.5 and 0.6 pi.
 Command    vitprobe run park_kim/noise                       digits; shares its trained networks with park_kim/fourier
-           vitprobe run park_kim/noise --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/noise --scale cpu --data cifar10
            vitprobe run park_kim/noise --scale paper --device cuda
 Cost       beside the training, 8 passes over the test images for each band. quick: 65 s, cpu (the first 500
            test images, 9 bands): 403 s on two cores (measured). paper (all 10,000) was not measured.

@@ -4,7 +4,7 @@ Claim      E20: attention at the ends of stages raises the accuracy of a ResNet,
            lowers it again. E21, its half about accuracy: AlterNet beats the ResNet, on corrupted images too. Published
            for Alter-ResNet-50 on CIFAR-100, against a ResNet of other size.
 Command    vitprobe run park_kim/placement                   digits, two stages of four blocks
-           vitprobe run park_kim/placement --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/placement --scale cpu --data cifar10
            vitprobe run park_kim/placement --scale paper --device cuda
 Cost       quick: 200 s on two cores with 8 trainings, two seeds (measured). cpu: 1710 s on two cores with 8 trainings
            of networks of twice the length of alternet_micro, two seeds, and 9,000 corrupted images for each (measured,

@@ -4,7 +4,7 @@ Claim      E21, its half about corrupted images: AlterNet is more robust than th
            accuracy over fifteen corruptions and their severities. Published for CIFAR-100-C (12b) and ImageNet-C (E.2,
            whose numbers are not known).
 Command    vitprobe run park_kim/robustness                  made-up shapes of 32 px: digits are too small to corrupt
-           vitprobe run park_kim/robustness --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/robustness --scale cpu --data cifar10
            vitprobe run park_kim/robustness --scale paper --device cuda
            Fig. E.2 is not a study: nothing is trained. A network of timm, its weights in FILE, on the validation images
            of ImageNet at 224 px in VAL/CLASS, of which the last fifth of each class counts, all of them in memory:

@@ -4,7 +4,7 @@ Claim      E18: the CKA of units of one stage is higher than that of units of tw
            more so than in a ViT that is cut into stages of the same lengths. Published for ResNet, PiT and Swin against
            ViT, as matrices without numbers, so that none are drawn here.
 Command    vitprobe run park_kim/similarity                  digits; shares its trained networks with park_kim/fourier
-           vitprobe run park_kim/similarity --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/similarity --scale cpu --data cifar10
            vitprobe run park_kim/similarity --scale paper --device cuda
 Cost       beside the training, one pass over the test images. quick: 40 s, cpu: 57 s on two cores (measured). paper was
            not measured.

@@ -7,7 +7,7 @@ Claims     E3: at the end of warm-up a ViT has more negative eigenvalues than a 
            than the ViT's. Published for ResNet-50, ViT-Ti, Alter-ResNet-50, PiT-Ti and Swin-Ti on CIFAR-100 (Fig. 1b,
            4, 12c and C.4b).
 Command    vitprobe run park_kim/spectra                     digits; shares its trained networks with park_kim/fourier
-           vitprobe run park_kim/spectra --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/spectra --scale cpu --data cifar10
            vitprobe run park_kim/spectra --scale paper --device cuda
 Cost       beside the training. quick: 180 s on two cores (measured). cpu: 429 s on two cores (measured). paper was
            not measured.

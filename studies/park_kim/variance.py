@@ -5,7 +5,7 @@ Claim      E16: the variance over positions falls in attention units and rises i
            not known.
            E17: in a ResNet the variance is largest at the end of each stage. Published for ResNet-50.
 Command    vitprobe run park_kim/variance                    digits; shares its trained networks with park_kim/fourier
-           vitprobe run park_kim/variance --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/variance --scale cpu --data cifar10
            vitprobe run park_kim/variance --scale paper --device cuda
 Cost       beside the training a pass over the test images: on two cores 36 s at quick and 49 s at cpu (measured).
 Expected   accuracy after training by the recipe of families.SCALES["cpu"], mean of seeds 0 to 2: 61.3 % AlterNet,

@@ -7,7 +7,7 @@ Claims     At the end of warm-up, of a ViT's loss: E4: with 6 % of the data it i
            E12: that of a larger network is flatter. E23: with strong augmentation it is flatter, a ResNet's too.
            Published for CIFAR-100 and ViT-Ti; NEP and APE are known for Fig. 4 and 7b only, a slope for C.5.
 Command    vitprobe run park_kim/warmup                      digits
-           vitprobe run park_kim/warmup --scale cpu --data cifar10 --train-size 10000
+           vitprobe run park_kim/warmup --scale cpu --data cifar10
            vitprobe run park_kim/warmup --scale paper --device cuda
 Cost       Variants are trained to the end of warm-up only, but for the class token, whose accuracy is wanted; ResNet
            and ViT come from families.grid. quick: 187 s on two cores, two seeds, with ViTs and ResNets of strong
