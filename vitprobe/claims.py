@@ -298,6 +298,25 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return _table(rows, [verdict.claim for verdict in verdicts])
 
 
+HOW_TO_READ = """# Verdicts on published claims
+
+Generated from the datasets named here; a verdict holds at the scale and for the networks of its dataset. Where a side
+and a threshold stand under "supported if", the whole 95 % t interval has to lie on that side; if all of it lies on the
+other, the claim is contradicted, else it is inconclusive. Such an interval may reach beyond the values that a statistic
+can have. Without evidence a verdict is inconclusive too, wherever the interval lies: because a network did not learn
+its task, or was trained too briefly for a claim about the end of training; the row says so.
+
+A row that is named as a claim is (E14) judges it. One with more words (E14 msa vit_micro) is a part of it, or was
+judged beside it and decides nothing; the claim's own row names the parts that decided. A claim with parts is
+contradicted if one of those that decide is.
+
+The cpu scale is small networks (60,000 to 800,000 parameters), a part of CIFAR-10 (5,000 or 10,000 images unless said),
+and 5 to 8 epochs, more on fewer images: evidence about such networks, at the beginning of their training. The paper
+scale is the papers' own. Points are percentage points of test accuracy, nats those of the cross entropy. NEP is the
+share of negative ones among a batch's five Hessian eigenvalues of largest magnitude, APE the mean of the positive ones.
+"""
+
+
 def scorecard(judged: Sequence[Judged], registry: Mapping[str, Claim] | None = None) -> str:
     """A Markdown page of verdicts by paper and dataset.
 
@@ -311,13 +330,7 @@ def scorecard(judged: Sequence[Judged], registry: Mapping[str, Claim] | None = N
     known = (registry or {}).values()
     missing = unmeasured(judged, known)
     verdicts = [verdict for one in judged for verdict in one.verdicts]
-    parts = [
-        "# Verdicts on published claims\n\nGenerated from the datasets named here; a verdict holds at the scale and "
-        'for the networks of its dataset. Where a side and a threshold stand under "supported if", the whole 95 % t '
-        "interval has to lie on that side; if all of it lies on the other, the claim is contradicted, else it is "
-        "inconclusive. Such an interval may reach beyond the values that a statistic can have. A claim with parts is "
-        "contradicted if one of those that decide is.\n"
-    ]
+    parts = [HOW_TO_READ]
     if registry:
         parts.append(summary(judged, registry))
     for paper in dict.fromkeys(claim.paper for claim in [*known, *(verdict.claim for verdict in verdicts)]):
