@@ -38,7 +38,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from torch import nn
 
-from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, kinds, seeds, vit
+from studies.dascoli.pair import CONVIT, REFERENCES, VIT, kinds, pair
 from studies.initial_maps.drawn import no_verdicts
 from studies.outcomes import where
 from vitprobe.data import ImageData
@@ -53,11 +53,6 @@ from vitprobe.study import Settings, Study, main
 
 IMAGES = 100
 MAP = ("layer", "head", "y", "x")
-
-
-def grid(settings: Settings) -> list[Run]:
-    """ViT and ConViT of all images of dascoli/sample_efficiency, seed by seed."""
-    return [run for base in seeds(settings) for run in (vit(base, settings), convit(base, settings))]
 
 
 # --- measured ---------------------------------------------------------------------------------------
@@ -386,7 +381,7 @@ def _write(figure: Figure, text: str, left: float, top: float, **look: Any) -> N
 STUDY = Study(
     name="dascoli/attention_maps",
     title="Where the heads of a trained ViT and ConViT look",
-    grid=grid,
+    grid=pair,
     measure=measure,
     draw=draw,
     verdicts=no_verdicts,

@@ -51,7 +51,7 @@ from matplotlib.ticker import NullLocator
 from scipy.stats import spearmanr
 from torch import nn
 
-from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, in_time, seeds, vit
+from studies.dascoli.pair import CONVIT, REFERENCES, VIT, in_time, pair
 from studies.outcomes import judge, part
 from studies.scales import LEAST
 from vitprobe.claims import CLAIMS, Verdict, combine
@@ -68,11 +68,6 @@ from vitprobe.training.schedule import learning_rate
 IMAGES = 256
 FALL = 0.98  # of the nonlocality at the start
 REGAINED = 0.1  # of the fall
-
-
-def grid(settings: Settings) -> list[Run]:
-    """ViT and ConViT, seed by seed."""
-    return [run for base in seeds(settings) for run in (vit(base, settings), convit(base, settings))]
 
 
 # --- measured ---------------------------------------------------------------------------------------
@@ -394,7 +389,7 @@ def _epochs(ax: Axes, epochs: np.ndarray) -> None:
 STUDY = Study(
     name="dascoli/locality",
     title="Nonlocality and gates of ViT and ConViT over training",
-    grid=grid,
+    grid=pair,
     measure=measure,
     draw=draw,
     verdicts=verdicts,

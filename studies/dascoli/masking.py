@@ -38,7 +38,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from studies.dascoli.pair import CONVIT, REFERENCES, VIT, convit, in_time, kinds, seeds, vit
+from studies.dascoli.pair import CONVIT, REFERENCES, VIT, in_time, kinds, pair
 from studies.dascoli.published import TABLE_5, TABLE_6
 from studies.outcomes import Look, difference, judge, outcome, part, where
 from studies.scales import LEAST
@@ -50,11 +50,6 @@ from vitprobe.runs import Run
 from vitprobe.study import Settings, Study, main
 
 MASKS = {"content": Look("content masked", BLUE, "o"), "position": Look("position masked", "#009E73", "D")}
-
-
-def grid(settings: Settings) -> list[Run]:
-    """ViT and ConViT of all images of dascoli/sample_efficiency, seed by seed."""
-    return [run for base in seeds(settings) for run in (vit(base, settings), convit(base, settings))]
 
 
 def measure(run: Run, settings: Settings) -> xr.Dataset:
@@ -212,7 +207,7 @@ def _lines(ax: Axes, x: np.ndarray, seeds: np.ndarray, look: Look) -> None:
 STUDY = Study(
     name="dascoli/masking",
     title="Accuracy of trained networks without position codes, content or position",
-    grid=grid,
+    grid=pair,
     measure=measure,
     draw=draw,
     verdicts=verdicts,

@@ -79,6 +79,15 @@ def convit(run: Run, settings: Settings, **options: Any) -> Run:
     return replace(run, model=model, options={**usual, **options})
 
 
+def pair(settings: Settings) -> list[Run]:
+    """ViT and ConViT of dascoli/sample_efficiency on all images, seed by seed: the grid of studies that train nothing.
+
+    Args:
+        settings: of the study.
+    """
+    return [run for base in seeds(settings) for run in (vit(base, settings), convit(base, settings))]
+
+
 def kinds(ds: xr.Dataset) -> tuple[dict[str, str], dict[str, str]]:
     """What tells the runs of the ViT and those of the ConViT, for `where`.
 

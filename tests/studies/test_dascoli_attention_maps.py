@@ -94,7 +94,7 @@ def test_shown_layers():
 @pytest.mark.parametrize(("scale", "runs"), [("smoke", 4), ("quick", 6), ("cpu", 6), ("paper", 6)])
 def test_grid_is_that_of_all_images(scale, runs, monkeypatch):
     monkeypatch.setattr(ablations, "load", lambda spec: type("Images", (), {"train": range(1000)}))
-    found = attention_maps.grid(Settings(scale=scale))
+    found = attention_maps.STUDY.grid(Settings(scale=scale))
     assert len(found) == runs
     others = sample_efficiency.grid(Settings(scale=scale))
     assert [run for run in found if run not in others] == []

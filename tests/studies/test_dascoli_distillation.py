@@ -95,7 +95,7 @@ def test_published_gains_and_the_teacher_are_said():
 @pytest.mark.parametrize("scale", ["smoke", "quick", "cpu", "paper"])
 def test_grid_differs_in_nothing_but_the_teacher(scale):
     runs = distillation.grid(Settings(scale=scale))
-    shared = masking.grid(Settings(scale=scale))
+    shared = masking.STUDY.grid(Settings(scale=scale))
     assert [run for run in runs if run.teacher is None] == shared
     taught = [run for run in runs if run.teacher is not None]
     for run, alone in zip(taught, shared, strict=True):

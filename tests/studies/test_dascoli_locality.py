@@ -239,7 +239,7 @@ def test_regained_share():
 
 @pytest.mark.parametrize("scale", ["smoke", "quick", "cpu", "paper"])
 def test_grid(scale):
-    runs = locality.grid(Settings(scale=scale))
+    runs = locality.STUDY.grid(Settings(scale=scale))
     assert len(runs) == len({run.label for run in runs}) == 2 * len({run.recipe.seed for run in runs})
     assert {run.model.partition("_")[0] for run in runs} == {"vit", "convit"}
     assert {run.recipe.snapshots for run in runs} == {tuple(sorted(set(snapshots(runs[0].recipe.epochs))))}

@@ -115,7 +115,7 @@ def test_first_third():
 def test_nothing_is_trained_for_it(scale, monkeypatch):
     monkeypatch.setattr(ablations, "load", lambda spec: type("Images", (), {"train": range(500)}))
     others = [run for run in ablations.grid(Settings(scale=scale)) if run.recipe.snapshots]
-    assert masking.grid(Settings(scale=scale)) == sorted(
+    assert masking.STUDY.grid(Settings(scale=scale)) == sorted(
         others, key=lambda run: (run.recipe.seed, run.model != others[1].model)
     )
 

@@ -3,8 +3,7 @@
 import xarray as xr
 from matplotlib.figure import Figure
 
-from vitprobe.figures.heads import against_uniform, heads_by_layer
-from vitprobe.figures.page import columns, models, note, style
+from vitprobe.figures.heads import by_layer
 
 
 def attention_entropy(ds: xr.Dataset) -> Figure:
@@ -17,14 +16,4 @@ def attention_entropy(ds: xr.Dataset) -> Figure:
         The figure: a point per head and seed, the mean over heads as a line, and the entropy of uniform attention,
         dashed.
     """
-    with style():
-        panels = models(ds)
-        figure, axes = columns(panels, rows=1, height=2.3)
-        for ax, model in zip(axes[0], panels, strict=True):
-            drawn = heads_by_layer(ax, model.runs, "entropy")
-            against_uniform(ax, model.runs, "uniform_entropy", drawn)
-        axes[0, 0].set_ylabel("entropy of attention [nats]")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=3)
-        note(figure, panels)
-    return figure
+    return by_layer(ds, "entropy", "uniform_entropy", label="entropy of attention [nats]")

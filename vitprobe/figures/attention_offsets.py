@@ -6,9 +6,8 @@ import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
 
-from vitprobe.figures.heads import against_uniform, heads_by_layer
+from vitprobe.figures.heads import by_layer
 from vitprobe.figures.map_table import MapRow, map_table
-from vitprobe.figures.page import columns, models, note, style
 from vitprobe.names import unknown
 
 LABELS = {"mass": "attention mass at this offset [1]", "mean_weight": "mean attention at this offset [1]"}
@@ -82,14 +81,4 @@ def local_mass(ds: xr.Dataset) -> Figure:
     side = neighbourhood(ds)
     near = (abs(ds["offset_y"]) <= side // 2) & (abs(ds["offset_x"]) <= side // 2)
     ds = ds.assign(uniform_local_mass=ds["uniform_mass"].where(near).sum(("offset_y", "offset_x")))
-    with style():
-        panels = models(ds)
-        figure, axes = columns(panels, rows=1, height=2.3)
-        for ax, model in zip(axes[0], panels, strict=True):
-            drawn = heads_by_layer(ax, model.runs, "local_mass")
-            against_uniform(ax, model.runs, "uniform_local_mass", drawn)
-        axes[0, 0].set_ylabel(f"attention mass within {side}x{side} [1]")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=3)
-        note(figure, panels)
-    return figure
+    return by_layer(ds, "local_mass", "uniform_local_mass", label=f"attention mass within {side}x{side} [1]")

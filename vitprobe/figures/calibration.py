@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from scipy.stats import t
 
-from vitprobe.figures.page import BLUE, GREY, VERMILION, Model, columns, pretty, style, unit_interval
-from vitprobe.results import stack_runs
+from vitprobe.figures.page import BLUE, GREY, VERMILION, Model, by_model, columns, pretty, style, unit_interval
 
 # What is written above a histogram: variable, its name in print, factor, format and unit.
 _WRITTEN = (
@@ -60,12 +59,8 @@ def calibration(ds: xr.Dataset) -> Figure:
 
 def _models(ds: xr.Dataset) -> list[Model]:
     """One panel per model, in the order in which the models come; its title says how many images it gets right."""
-    if "run" not in ds.dims:
-        ds = stack_runs([ds])
-    names = ds["model"].values if "model" in ds.coords else np.full(ds.sizes["run"], ds.attrs.get("model", ""))
     panels = []
-    for name in dict.fromkeys(str(name) for name in names):
-        runs = ds.isel(run=np.flatnonzero(names == name))
+    for name, runs in by_model(ds).items():
         right = 100 * runs["top1"].values
         spread = f" ± {right.std(ddof=1):.1f}" if len(right) > 1 else ""
         title = f"{pretty(name)}, " if name else "accuracy "

@@ -15,6 +15,7 @@ from vitprobe.figures.page import (
     THIN_LINES,
     Model,
     attribute,
+    by_model,
     line_with_band,
     note,
     pretty,
@@ -35,8 +36,7 @@ def corruption_robustness(ds: xr.Dataset) -> Figure:
         The figure.
     """
     runs = ds if "run" in ds.dims else stack_runs([ds])
-    names = runs["model"].values if "model" in runs.coords else np.full(runs.sizes["run"], ds.attrs.get("model", ""))
-    panels = [Model(str(name), runs.isel(run=np.flatnonzero(names == name))) for name in dict.fromkeys(names)]
+    panels = [Model(name, of_model) for name, of_model in by_model(runs).items()]
     kinds = [
         max(str(name) for name in column) for column in runs["corruption_name"].transpose("corruption", "run").values
     ]

@@ -3,9 +3,10 @@
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from vitprobe.figures.page import BLUE, VERMILION, interval, limit
+from vitprobe.figures.page import BLUE, SINGLE_RUN, VERMILION, columns, interval, limit, models, note, style
 
 
 def heads_by_layer(
@@ -46,6 +47,32 @@ def heads_by_layer(
     ax.set_xlabel("attention layer")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return heads.values
+
+
+def by_layer(ds: xr.Dataset, variable: str, uniform: str, *, label: str, error: str = "") -> Figure:
+    """A variable of each head by layer, one panel per model, with what uniform attention would give.
+
+    Args:
+        ds: a dataset of one run, or of stacked runs.
+        variable: the variable `(layer, head)`.
+        uniform: the variable that is its value for uniform attention `(layer,)`.
+        label: of the ordinates.
+        error: as in `heads_by_layer`.
+
+    Returns:
+        The figure: a point per head and seed, the mean over heads as a line, and uniform attention, dashed.
+    """
+    with style():
+        panels = models(ds)
+        figure, axes = columns(panels, rows=1, height=2.3)
+        for ax, model in zip(axes[0], panels, strict=True):
+            drawn = heads_by_layer(ax, model.runs, variable, error=error)
+            against_uniform(ax, model.runs, uniform, drawn)
+        axes[0, 0].set_ylabel(label)
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=3)
+        note(figure, panels, single=SINGLE_RUN if error in ds else "")
+    return figure
 
 
 def layers(runs: xr.Dataset) -> np.ndarray:

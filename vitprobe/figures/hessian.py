@@ -8,7 +8,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, PALETTE, attribute, pretty, style
+from vitprobe.figures.page import BLUE, GREY, PAGE_WIDTH, PALETTE, attribute, by_model, pretty, style
 from vitprobe.results import stack_runs
 
 POINTS = 1000  # abscissae of a smoothed density
@@ -59,8 +59,7 @@ def _by_rank(ds: xr.Dataset) -> Figure:
 def _spectra(ds: xr.Dataset) -> Figure:
     figure = Figure(figsize=(PAGE_WIDTH, 2.8), layout="constrained")
     sides = dict(zip((-1, 1), figure.subplots(1, 2), strict=True))
-    names = np.array([str(n) for n in ds["model"].values] if "model" in ds.coords else [""] * ds.sizes["run"])
-    runs = {name: ds.isel(run=np.flatnonzero(names == name)) for name in dict.fromkeys(names)}
+    runs = by_model(ds)
     handles = []
     for (name, of_model), color in zip(runs.items(), itertools.cycle(PALETTE), strict=False):
         values = of_model.eigenvalue.values.ravel()

@@ -14,6 +14,7 @@ from vitprobe.figures.page import (
     PALETTE,
     THIN_LINES,
     Model,
+    by_model,
     columns,
     interval,
     limit,
@@ -60,8 +61,7 @@ def _words(mask: str) -> str:
 
 
 def _by_mask(runs: xr.Dataset) -> Figure:
-    names = runs["model"].values if "model" in runs.coords else np.full(runs.sizes["run"], runs.attrs.get("model", ""))
-    panels = [Model(pretty(str(name)), runs.isel(run=np.flatnonzero(names == name))) for name in dict.fromkeys(names)]
+    panels = [Model(pretty(name), of_model) for name, of_model in by_model(runs).items()]
     masks = _mask_names(runs)
     figure = Figure(figsize=(4.6, 0.9 + 0.2 * len(masks) * (1 + 0.5 * len(panels))), layout="constrained")
     ax = figure.subplots()

@@ -14,6 +14,7 @@ from vitprobe.figures.page import (
     SINGLE_RUN,
     THIN_LINES,
     Model,
+    by_model,
     limit,
     line_with_band,
     note,
@@ -35,8 +36,7 @@ def noise_by_frequency(ds: xr.Dataset) -> Figure:
         The figure. Bands of equal power have a level line below; the published ones have not.
     """
     runs = ds if "run" in ds.dims else stack_runs([ds])
-    names = runs["model"].values if "model" in runs.coords else np.full(runs.sizes["run"], ds.attrs.get("model", ""))
-    panels = [Model(pretty(str(name)), runs.isel(run=np.flatnonzero(names == name))) for name in dict.fromkeys(names)]
+    panels = [Model(pretty(name), of_model) for name, of_model in by_model(runs).items()]
     frequency = runs["frequency"].values
     with style():
         figure = Figure(figsize=(4.6, 3.3), layout="constrained")

@@ -89,14 +89,22 @@ def models(ds: xr.Dataset) -> list[Model]:
     Returns:
         The models.
     """
+    return [
+        Model(_title(name, runs), runs.isel(layer=(runs.layer_name != "").any("run").values))
+        for name, runs in by_model(ds).items()
+    ]
+
+
+def by_model(ds: xr.Dataset) -> dict[str, xr.Dataset]:
+    """The runs of every model by its name, which may be empty, in the order in which the models come.
+
+    Args:
+        ds: a dataset of one run, or of stacked runs with a coordinate `model` along `run`.
+    """
     if "run" not in ds.dims:
         ds = stack_runs([ds])
     names = ds["model"].values if "model" in ds.coords else np.full(ds.sizes["run"], ds.attrs.get("model", ""))
-    panels = []
-    for name in dict.fromkeys(str(name) for name in names):
-        runs = ds.isel(run=np.flatnonzero(names == name))
-        panels.append(Model(_title(name, runs), runs.isel(layer=(runs.layer_name != "").any("run").values)))
-    return panels
+    return {str(name): ds.isel(run=np.flatnonzero(names == name)) for name in dict.fromkeys(names)}
 
 
 def _title(name: str, runs: xr.Dataset) -> str:

@@ -91,11 +91,11 @@ class Cells:
     @contextmanager
     def _one_by_one(self, tensors: list[Tensor], axes: list[list[Tensor]]) -> Iterator[Means]:
         """The model's tensors stand on storage of ours meanwhile: calls cost nothing extra, theirs is never written."""
-        lent = [*tensors, *self.statistics.values()]
-        theirs = [tensor.data for tensor in lent]
+        borrowed = [*tensors, *self.statistics.values()]
+        theirs = [tensor.data for tensor in borrowed]
         origins = theirs[: len(tensors)]
         try:
-            for tensor in lent:
+            for tensor in borrowed:
                 tensor.data = tensor.data.clone()
             moved = [tensor.data for tensor in tensors]
 
@@ -112,7 +112,7 @@ class Cells:
 
             yield means
         finally:
-            for tensor, data in zip(lent, theirs, strict=True):
+            for tensor, data in zip(borrowed, theirs, strict=True):
                 tensor.data = data
 
     def _at_once(self, origins: dict[str, Tensor], axes: list[list[Tensor]], steps: np.ndarray) -> np.ndarray:
