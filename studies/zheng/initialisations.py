@@ -7,6 +7,7 @@ from studies.outcomes import Look
 from vitprobe.figures.page import BLUE, GREY, VERMILION
 from vitprobe.study import Settings
 
+BLURRED = "blurred impulse"
 LOOKS = {
     "random": Look("random", GREY, "o"),
     "mimetic": Look("mimetic", BLUE, "s"),
@@ -22,18 +23,19 @@ def initialisers(name: str, settings: Settings, *, tokens: bool = False) -> Mapp
     weights themselves are fitted, as published; else their coordinates along the code, which gives the same maps
     sooner. On small grids they are sharp, with a kernel of three tokens; at the paper scale of five, and the fit stops
     at the attention of 0.3 on the wanted token that the published fit reaches by our computation, because the published
-    one takes 10,000 steps a layer.
+    one takes 10,000 steps a layer. So does that of the blurred ones at every scale.
 
     Args:
-        name: one of `LOOKS`.
+        name: one of `LOOKS`, or `BLURRED`.
         settings: of the study.
         tokens: whether the maps see tokens beside the code.
 
     Returns:
         Initialisers and their options; none for `"random"`.
     """
-    blurred = {"kernel_size": 5, "target_mass": 0.3}
-    reach: Mapping[str, Any] = blurred if settings.scale == "paper" else {"kernel_size": 3}
+    reach: dict[str, Any] = {"kernel_size": 5 if settings.scale == "paper" else 3}
+    if settings.scale == "paper" or name == BLURRED:
+        reach["target_mass"] = 0.3
     # Weights that see nothing but the code would keep more of the impulse beside tokens than the published ones do.
     fitted = {"coordinates": "weights"} if tokens else {}
     found: dict[str, Mapping[str, Mapping[str, Any]]] = {
@@ -41,4 +43,5 @@ def initialisers(name: str, settings: Settings, *, tokens: bool = False) -> Mapp
         "mimetic": {"mimetic_": {"variant": "zheng"}},
         "impulse": {"impulse_": {"pseudo_input": "positions", **reach, **fitted}},
     }
+    found[BLURRED] = found["impulse"]
     return found[name]

@@ -109,7 +109,17 @@ def test_epochs_until():
         assert between[0] < epochs_until(values, 80.0, 10.0) < between[1]
 
 
-@pytest.mark.parametrize(("scale", "runs"), [("smoke", 12), ("quick", 27), ("cpu", 27), ("paper", 54)])
+def test_blurred_impulses_decide_where_they_are():
+    ds = stacked(**{"impulse_0": 40.0, "impulse_0.1": 40.0, "impulse_0.5": 40.0})
+    assert verdicts(ds)["Z7"] == "contradicted"
+    blurred = stacked().isel(run=np.flatnonzero(stacked().initialisation == "impulse"))
+    found = verdicts(xr.concat([ds, blurred.assign_coords(initialisation=("run", ["blurred impulse"] * 9))], "run"))
+    assert found["Z7"] == found["Z7 over random"] == found["Z8"] == "supported"
+    assert found["Z7 sharp over random"] == found["Z7 sharp over mimetic"] == "contradicted"
+    assert len(alpha.draw(xr.concat([ds, blurred], "run")).axes) == 3
+
+
+@pytest.mark.parametrize(("scale", "runs"), [("smoke", 12), ("quick", 27), ("cpu", 36), ("paper", 54)])
 def test_grid(scale, runs):
     found = alpha.grid(Settings(scale=scale))
     assert len({(str(run.initialisers), alpha_of(run), run.recipe.seed) for run in found}) == len(found) == runs
