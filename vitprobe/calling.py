@@ -150,11 +150,17 @@ def same_random(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def same_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers that a pass writes to (counters, caches) are put back on any exit."""
+    """Buffers that a pass writes to, or puts others in the place of (counters, caches), are put back on any exit."""
     kept = [(buffer, _version(buffer), buffer.clone()) for buffer in model.buffers()]
+    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    stores = [(module._buffers, dict(module._buffers)) for module in plain]
     try:
         yield
     finally:
+        for store, own in stores:
+            if store.keys() != own.keys() or any(store[name] is not value for name, value in own.items()):
+                store.clear()
+                store.update(own)
         with torch.no_grad():
             for buffer, version, value in kept:
                 if not torch.equal(buffer, value) if version is None else version != buffer._version:
@@ -198,7 +204,20 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 
     Raises:
         TypeError: for a batch of another kind.
+        ValueError: if the model wrote to the images, so that another pass would see others.
     """
+    before = [_version(tensor) for tensor in tensors_of(batch)]
+    output = _called(model, batch)
+    if before != [_version(tensor) for tensor in tensors_of(batch)]:
+        raise ValueError(
+            f"{type(model).__name__} writes to the images that it is given (an operation in place on its input), and "
+            "they are needed again: give forward=lambda model, batch: model(batch.clone()), of batches with labels "
+            "model(batch[0].clone())."
+        )
+    return output
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return model(batch)
     if isinstance(batch, Mapping):
@@ -209,6 +228,32 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
         f"a batch is a tensor, a tuple or list that starts with one, or a mapping of keyword arguments, not "
         f"{type(batch).__name__}: give forward=lambda model, batch: ... that calls the model on yours."
     )
+
+
+_CACHE = "attention_bias_cache"  # timm's LeViT and its like keep what they made of their biases
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """No cache of what was computed from weights, for the length of a `with`: these may be others inside."""
+    kept = [(vars(module), vars(module)[_CACHE]) for module in model.modules() if _CACHE in vars(module)]
+    try:
+        for attributes, _ in kept:
+            attributes[_CACHE] = {}
+        yield
+    finally:
+        for attributes, cache in kept:
+            attributes[_CACHE] = cache
+
+
+def uncached(forward: Forward) -> Forward:
+    """The same way of calling a model, whose caches of what was computed from other weights are not used or filled."""
+
+    def call(model: nn.Module, batch: Any) -> Any:
+        with without_caches(model):
+            return forward(model, batch)
+
+    return call
 
 
 @contextmanager

@@ -12,10 +12,10 @@ Cost       beside the training. quick: 186 s on two cores, 242 cells of 320 imag
            (fewer than it had before its cost was reckoned, and before it was run).
 Protocol   Planes of random directions, normalised filter by filter as Li et al. 2018 (the published normalisation runs
            over another axis). The images are training images, augmented, mixed and smoothed as in the training, drawn
-           once for each seed: the same for all cells, directions and networks of that seed (common random numbers).
-           Cross entropy and weight decay are apart. Batch norm keeps the statistics of the trained network, as
-           published, and a second time they are estimated anew at each cell: statistics that no longer fit are a rise
-           that no ViT can have.
+           once: the same for all cells, networks and directions (common random numbers), so that the interval over
+           seeds is one of these images. Cross entropy and weight decay are apart. Batch norm keeps the statistics of
+           the trained network, as published, and a second time they are estimated anew at each cell: statistics that no
+           longer fit are a rise that no ViT can have.
 Rule       Set before anything was measured. Of each seed log2 of the rise of the cross entropy at distance 1 (mean
            over the ring of cells), mean over pairs of directions: ResNet less ViT. Supported if the 95 % t interval
            over seeds lies wholly above zero, contradicted if wholly below. The same is said of the rise with
@@ -78,7 +78,7 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
         run.recipe,
         batch_size=min(BATCH_SIZE, images),
         share=min(1.0, images / len(result.data.train.labels)),
-        seed=run.recipe.seed,
+        seed=0,  # and not the run's: all networks see the same images
     )
     common: dict[str, Any] = {"points": points, "pairs": pairs, "seed": run.recipe.seed, "progress": False}
     ds = loss_landscape(result.model, batches, **common)
@@ -94,6 +94,7 @@ def measure(run: Run, settings: Settings) -> xr.Dataset:
         probe="loss_landscapes",
         batch_norm="kept; variables that end in _reestimated: re-estimated",
         family=LOOKS[family(run.model)].label,
+        batches_seed=0,
         seed=run.recipe.seed,
         network_accuracy=100 * float(last.test_accuracy),
         test_loss=float(last.test_loss),

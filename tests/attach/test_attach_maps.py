@@ -255,6 +255,7 @@ def test_timm_convit_has_one_gated_map_per_block():
 
     torch.manual_seed(0)
     model = timm.create_model("convit_tiny", depth=3, local_up_to_layer=2, img_size=64, num_classes=3)
+    model(torch.randn(2, 3, 64, 64))  # `get_attention` needs the table of a first call
     inputs = {}
     for index, block in enumerate(model.blocks):
         block.attn.register_forward_pre_hook(lambda module, args, index=index: inputs.update({index: args[0].clone()}))

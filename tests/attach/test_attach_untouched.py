@@ -197,7 +197,7 @@ def test_no_activation_outlives_its_pass():
     model.blocks[0].mlp.register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
     watch_all(model, torch.randn(2, 3, 8, 8))
     gc.collect()
-    assert len(kept) == 2 and all(reference() is None for reference in kept)
+    assert len(kept) == 3 and all(reference() is None for reference in kept)
 
 
 # --- wrappers ---------------------------------------------------------------------------------------

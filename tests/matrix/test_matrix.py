@@ -127,7 +127,7 @@ def measure(name: str) -> Run:
     after = state(model)
     model.eval()
     left_out = json.loads(found.attrs.get("left_out", "{}"))
-    return Run(name, entry, model, batches, before, after, bare, watched[1:3], found, again, left_out)
+    return Run(name, entry, model, batches, before, after, bare, watched[2:4], found, again, left_out)
 
 
 def every_probe() -> list[Any]:

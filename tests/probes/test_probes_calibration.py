@@ -400,7 +400,7 @@ def test_one_pass_measures_it_beside_others():
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
     tree = probe(model, batches, [Fourier(), Calibration(resamples=20)], progress=False)
-    assert len(calls) == 3  # two batches, and two images to see how the model is made
+    assert len(calls) == 4  # two batches, and two images twice to see how the model is made
     alone = calibration(model, batches, resamples=20, progress=False)
     assert alone.identical(tree["calibration"].to_dataset().assign_attrs(history=alone.attrs["history"]))
     spectra = fourier(model, batches, progress=False)

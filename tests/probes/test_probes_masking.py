@@ -547,7 +547,7 @@ def test_an_interrupted_masking_goes_on_with_the_same_mean(tmp_path):
 
     def count(module, args):
         calls.append(len(args[0]))
-        if len(calls) == 12:  # 1 + 3 for the means; then 1 for the plan and 3 for each batch
+        if len(calls) == 14:  # 2 + 3 for the means; then 2 for the plan and 3 for each batch
             raise KeyboardInterrupt
 
     handle = model.register_forward_pre_hook(count)

@@ -130,7 +130,9 @@ def arranged(
         return None
     found = Raster.of(first)
     if found is None:
-        return layout
+        # Several tokens at a place, say: its shape may still tell, but not that its channels are rows.
+        rows = layout is not None and layout.axes in ("bchw", "bhwc") and (layout.axes == "bchw") != (channel == 1)
+        return None if rows else layout
     if not _cover(first, image):
         return layout if layout is not None and layout.grid == found.grid else None
     prefix = int(np.isnan(first).sum()) if places.ndim == 2 else 0

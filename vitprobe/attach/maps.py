@@ -25,7 +25,8 @@ class MapSource:
         operand: index of the map among the call's tensors (products only).
         order: axes of the operand that put (..., query, key) last (products only).
         shape: of the map in the traced pass, `(..., query, key)`, or `(..., head, query, key)`.
-        sink: whether rows may sum to less than one, because keys that give nothing were cut off (products only).
+        sink: whether rows may sum to less than one, because keys that give nothing were cut off, or a mask leaves a
+            query none.
     """
 
     kind: Literal["sdpa", "mha", "product"]
@@ -47,8 +48,8 @@ def recognise(
         cut: says whether a tensor is what was left of a softmax after columns were cut off.
     """
     if func is F.scaled_dot_product_attention:
-        query, key = sdpa_arguments(*args, **kwargs)[:2]
-        return MapSource("sdpa", 0, (), (*query.shape[:-1], key.shape[-2]))
+        query, key, _, mask, *_ = sdpa_arguments(*args, **kwargs)
+        return MapSource("sdpa", 0, (), (*query.shape[:-1], key.shape[-2]), mask is not None and _blinds(mask))
     if func is F.multi_head_attention_forward:
         call = mha_arguments(*args, **kwargs)
         query, heads = call["query"], call["num_heads"]
@@ -70,6 +71,12 @@ def recognise(
     if func is torch.einsum and isinstance(args[0], str):
         return _recognise_einsum(args[0], tensors_of(list(args[1:])))
     return None
+
+
+def _blinds(mask: Tensor) -> bool:
+    """Whether a mask leaves a query no key at all."""
+    hidden = ~mask if mask.dtype == torch.bool else mask.isneginf()
+    return bool(hidden.all(-1).any())
 
 
 def einsum_letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
@@ -206,7 +213,11 @@ def _sdpa_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool,
         logits = logits.masked_fill(future, float("-inf"))
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
-    return logits.softmax(-1)
+    weights = logits.softmax(-1)
+    if mask is None:
+        return weights
+    # The fused kernels give a query that may see nothing zeros.
+    return weights.masked_fill(logits.isneginf().all(-1, keepdim=True), 0.0)
 
 
 def mha_arguments(

@@ -34,7 +34,8 @@ REARRANGING = {
 MARGIN = 64  # added to the coordinates, which padding makes negative, so that their sign is free for something else
 POOLS = {F.avg_pool2d, F.max_pool2d}
 REDUCING = {"mean", "sum", "amax", "amin", "max", "min", "median"}
-RESIZING = {F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate}
+ADAPTIVE = {F.adaptive_avg_pool2d, F.adaptive_max_pool2d}
+RESIZING = {*ADAPTIVE, F.interpolate}
 
 
 class Places:
@@ -375,7 +376,17 @@ def _resampled(func: Callable, shadow: Tensor, args: tuple, kwargs: dict[str, An
         first + step * torch.arange(side, dtype=torch.float32, device=shadow.device)
         for (first, step), side in zip(steps, result.shape[2:], strict=True)
     ]
+    if func in ADAPTIVE:
+        sides = zip(centre.shape[2:], result.shape[2:], strict=True)
+        there = [_middles(before, after).to(shadow.device) for before, after in sides]
     return plane(*there).expand(result.shape)
+
+
+def _middles(before: int, after: int) -> Tensor:
+    """The middles of adaptive windows, which overlap and differ in size where one side does not divide the other."""
+    index = torch.arange(after, dtype=torch.float32)
+    first, end = (index * before / after).floor(), ((index + 1) * before / after).ceil()
+    return (first + end - 1) / 2
 
 
 def _window(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from vitprobe.attach.parts import AttentionSite, Embedding, Unit
@@ -11,7 +12,7 @@ from vitprobe.attach.reading import Reading
 from vitprobe.attach.sites import find_sites
 from vitprobe.attach.trace import Tracer
 from vitprobe.attach.units import find_embedding, find_modules, find_units, unseen_streams
-from vitprobe.calling import default_forward, first_images, images_of, logits_of, tensors_of, to_model
+from vitprobe.calling import change_tensors, default_forward, first_images, images_of, logits_of, tensors_of, to_model
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,11 @@ def plan(
     Returns:
         The plan.
     """
-    batch = first_images(to_model(batch, model), 2)
+    batch = change_tensors(
+        first_images(to_model(batch, model), 2), torch.clone
+    )  # a model may write to what it is given
     images = images_of(batch)
+    forward(model, batch)  # models that make tables the first time they are called do what they always do the second
     tracer = Tracer(model, [tensor for tensor in tensors_of(batch) if tensor.is_floating_point()], images)
     with tracer.running():
         output = forward(model, batch)

@@ -173,7 +173,7 @@ class _Finder:
                     return f"the {first[:, :queries].size} tokens fill no grid"
                 if place is None or own:
                     return place and replace(place, extra_keys=extra)
-                if any(Raster.of(window) is None for window in first[:, queries:]):
+                if any(scattered(window) for window in first[:, queries:]):
                     return f"{queries} queries attend to {keys} keys, which fill no grid"
                 return self._among_others(place, first[:, :queries], first[:, queries:])
         return None

@@ -209,10 +209,13 @@ class Clock(TorchFunctionMode):
         """Watch for the length of a `with`; everything global is removed on any exit."""
         self.calls = 0
         self.stack = [_Frame("", 0)]
+        # On every module and not global, so as to come after its own hooks, which may change what it returns.
+        # always_call: the stack stays right when a forward raises and the model catches it
+        plain = [module for module in self.names if not isinstance(module, torch.jit.ScriptModule)]
         handles = [
             register_module_forward_pre_hook(self._enter),
-            # always_call: the stack stays right when a forward raises and the model catches it
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_hook(self._leave_script, always_call=True),
+            *(module.register_forward_hook(self._leave, always_call=True) for module in plain),
         ]
         try:
             with _uncompiled(), self:
@@ -250,6 +253,10 @@ class Clock(TorchFunctionMode):
             if replacement is not None:
                 return replace_tensor(output, tensors[0], replacement)
         return None  # a hook that returns something replaces the module's output
+
+    def _leave_script(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The same of what takes no hooks of its own."""
+        return self._leave(module, args, output) if isinstance(module, torch.jit.ScriptModule) else None
 
     def instead(self, event: Event, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Called before each operation: what it is to return without being run, or `NotImplemented` to run it."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitprobe.calling import eager, evaluation_mode, same_buffers
+from vitprobe.calling import eager, evaluation_mode, same_buffers, uncached
 from vitprobe.curvature.lanczos import norm
 from vitprobe.names import unknown
 from vitprobe.ranks import Group, Ranks
@@ -78,9 +78,10 @@ class LossOperator:
         if decay not in DECAYS:
             raise unknown("decay", decay, DECAYS)
         _refuse_batch_statistics(model)
+        _refuse_weight_norm(model)
         self.model = model if dtype is None else copy.deepcopy(model).to(dtype)
         self.batches = batches
-        self.forward = forward
+        self.forward = uncached(forward)
         self.loss = loss
         self.weight_decay = weight_decay
         self.decay = decay
@@ -349,6 +350,18 @@ def require_finite(b: int, loss: float) -> None:
     """Refuse a loss that is not a number, by the number of its batch."""
     if not math.isfinite(loss):
         raise ValueError(f"the loss of batch {b} is {loss}: curvature there means nothing.")
+
+
+def _refuse_weight_norm(model: nn.Module) -> None:
+    """PyTorch's own second derivative of `torch._weight_norm` is none: dense, it is not even symmetric (torch 2.14)."""
+    for name, module in model.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), module)
+        if any(type(hook).__name__ in ("WeightNorm", "_WeightNorm") for hook in hooks):
+            raise TypeError(
+                f"{name} has weight norm, whose second derivative PyTorch computes wrongly: take it out first, by "
+                "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') or "
+                "torch.nn.utils.remove_weight_norm(layer)."
+            )
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:

@@ -101,5 +101,7 @@ def stacked(batches: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: stacked([batch[key] for batch in batches]) for key in first}
     if isinstance(first, tuple | list):
-        return [stacked(list(items)) for items in zip(*batches, strict=True)]
+        parts = [stacked(list(items)) for items in zip(*batches, strict=True)]
+        # A named tuple takes its fields one by one.
+        return type(first)(*parts) if hasattr(first, "_fields") else parts
     raise ValueError(f"a {type(first).__name__} in a batch cannot be stacked: use stack=1.")

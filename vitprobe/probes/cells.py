@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitprobe.calling import Forward, lent, logits_of, targets_of
+from vitprobe.calling import Forward, lent, logits_of, targets_of, uncached
 from vitprobe.curvature import BatchNorm, Directions, movable
 from vitprobe.probes.targets import classes_needed, fitting
 
@@ -37,7 +37,7 @@ class Cells:
     def __init__(
         self, model: nn.Module, batches: Sequence[Any], forward: Forward, *, reestimate: bool, stack: int
     ) -> None:
-        self.model, self.forward, self.stack = model, forward, stack
+        self.model, self.forward, self.stack = model, uncached(forward), stack
         self.batches = []
         self.classes = max(map(classes_needed, batches))
         for batch in batches:

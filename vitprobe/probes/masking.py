@@ -4,7 +4,6 @@ import fnmatch
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 from vitprobe.attach import AttentionSite, Intervention, Plan, Watch, plan
-from vitprobe.calling import Forward, default_forward, images_of, lent, targets_of, untouched, unwrap
+from vitprobe.calling import Forward, default_forward, images_of, lent, targets_of, untouched, unwrap, without_caches
 from vitprobe.names import unknown
 from vitprobe.probes.attention import site_positions
 from vitprobe.probes.base import coordinates
@@ -35,7 +34,6 @@ UNSEEN = 1e-30
 """A weight that counts as none: networks mask keys by a logit of -100 as well as of minus infinity."""
 _ROTARY = ("*rope*", "*rotary*")  # angles: zeros in their place are no missing code
 _LAYERS = ("weight", "bias", "running_mean", "running_var")
-_CACHE = "attention_bias_cache"  # timm's LeViT and its like keep what they made of their biases
 
 
 def masking(
@@ -291,20 +289,7 @@ def _without(model: nn.Module, codes: Sequence[str], forward: Forward) -> Forwar
     zeros = {name: torch.zeros_like(named[name]) for name in codes}
 
     def call(model: nn.Module, batch: Any) -> Any:
-        with lent(model, zeros), _no_cache(model):
+        with lent(model, zeros), without_caches(model):
             return forward(model, batch)
 
     return call
-
-
-@contextmanager
-def _no_cache(model: nn.Module) -> Iterator[None]:
-    """No cache of what was computed from biases, for the length of a `with`."""
-    kept = [(vars(module), vars(module)[_CACHE]) for module in model.modules() if _CACHE in vars(module)]
-    try:
-        for attributes, _ in kept:
-            attributes[_CACHE] = {}
-        yield
-    finally:
-        for attributes, cache in kept:
-            attributes[_CACHE] = cache
