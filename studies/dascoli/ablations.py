@@ -6,7 +6,7 @@ Claim      D7: with few data a ConViT (a) beats a ViT (e), even if its attention
 Command    vitprobe run dascoli/ablations                    digits
            vitprobe run dascoli/ablations --scale cpu        5,000 images of CIFAR-10, a tenth of it
            vitprobe run dascoli/ablations --scale paper --device cuda       CIFAR-100, a tenth and all of it
-Cost       quick: 21 trainings of nano networks, about 7 minutes of one core (estimated); 6 of them are those of
+Cost       quick: 21 trainings of nano networks, 114 s on two cores (measured); 6 of them are those of
            dascoli/sample_efficiency. cpu: 42 trainings of micro networks, 12 of them shared likewise: 2052 s on two
            cores for 15 of those with a tenth of the images (measured, beside other work), which are watched on 2,000
            test images after each of their 80 epochs. paper: 42 trainings of ConViT-S+ and DeiT-S+, not measured.

@@ -9,7 +9,7 @@ Command    vitprobe run dascoli/attention_maps                    digits, 4 x 4 
            vitprobe run dascoli/attention_maps --scale cpu        CIFAR-10, 8 x 8 patches
            vitprobe run dascoli/attention_maps --scale paper --device cuda
 Cost       The trainings are those of dascoli/sample_efficiency with all images: quick 6, cpu 6, paper 6. Measuring
-           takes seconds a network: cpu 34 s on two cores (measured).
+           takes seconds a network, on two cores: quick 22 s, cpu 34 s (measured).
 Shown      The maps of the first seed in the first test image, whichever it is; the query is the patch in the middle.
            Layers: the first, the one in the middle of the gated ones, the last gated one, and the last; of more than
            four heads a layer without the middle one. The gated maps are drawn, not their parts.

@@ -8,7 +8,7 @@ Command    vitprobe run dascoli/locality                     digits, 4 x 4 patch
            vitprobe run dascoli/locality --scale cpu         CIFAR-10, 8 x 8 patches
            vitprobe run dascoli/locality --scale paper --device cuda
 Cost       The trainings are those of dascoli/sample_efficiency with all images: quick 6, cpu 6, paper 6. Measuring
-           takes seconds for each snapshot of a small network: cpu 37 s on two cores (measured).
+           takes seconds for each snapshot of a small network: quick 23 s, cpu 37 s on two cores (measured).
 Protocol   Nonlocality is the attention-weighted distance between query and key [patches], the gated map for gated
            layers, each layer on its own input (the published code feeds the patch embedding to all), mean over heads,
            class token left out; on the same 256 test images, spread evenly over them, at every snapshot.

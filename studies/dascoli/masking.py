@@ -8,8 +8,8 @@ Command    vitprobe run dascoli/masking                      digits; shares its 
            vitprobe run dascoli/masking --scale cpu
            vitprobe run dascoli/masking --scale paper --device cuda
 Cost       no training beyond the ViT and the ConViT of all images of dascoli/sample_efficiency (6 networks). Beside it
-           two passes over the test images for each gated layer: 159 s on two cores at the cpu scale (measured, beside
-           other work).
+           two passes over the test images for each gated layer: on two cores 20 s at quick (measured) and 159 s at the
+           cpu scale (measured, beside other work).
 Rule       Set before anything was measured. D9: of each seed what the ViT loses [points of test accuracy] less what the
            ConViT loses; supported if the 95 % t interval over seeds lies wholly above zero, contradicted if wholly
            below. D10, of each seed's ConViT what masking content costs less what masking position costs: with all gated

@@ -8,8 +8,8 @@ Command    vitprobe run dascoli/strength                     digits
            vitprobe run dascoli/strength --scale cpu         5,000 images of CIFAR-10
            vitprobe run dascoli/strength --scale paper --device cuda
 Cost       The ViT and the whole ConViT are those of dascoli/sample_efficiency. Beyond them quick: 12 trainings of nano
-           networks, about 4 minutes of one core (estimated); cpu: 9 of micro networks, 616 s on two cores (measured).
-           paper: 27 trainings of ConViT-S+, not measured.
+           networks, 55 s on two cores (measured); cpu: 9 of micro networks, 616 s on two cores (measured). paper: 27
+           trainings of ConViT-S+, not measured.
 Rule       Set before anything was measured. Statistics are test accuracies of each seed. D6: the least-squares slope
            over the number of gated layers at strength 1 (no gated layer is the ViT), in the end, above zero; the slope
            over the decimal logarithm of the strength, most layers gated, in the end, above zero; and the accuracy of

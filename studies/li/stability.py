@@ -6,7 +6,7 @@ Command    vitprobe run li/stability                         digits
            vitprobe run li/stability --scale cpu             5,000 images of CIFAR-10, six epochs
            vitprobe run li/stability --scale paper --device cuda     CIFAR-100, 20 epochs
 Cost       Each seed takes three trainings from scratch and three of two phases. quick: 18 trainings of nano networks of
-           ten epochs, 2 minutes of one core (estimated); cpu: 18 of micro networks of six epochs, 2009 s on two cores
+           ten epochs, 54 s on two cores (measured); cpu: 18 of micro networks of six epochs, 2009 s on two cores
            (measured, beside other work). paper: not measured.
 Rule       Set before anything was measured. The recipe's learning rate, four and sixteen times it: towards smaller ones
            a short training shows how fast and not how stable it is. Of each seed and

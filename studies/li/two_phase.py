@@ -6,9 +6,9 @@ Claims     L3: at equal epochs two phases give a more accurate ViT than training
 Command    vitprobe run li/two_phase                         digits
            vitprobe run li/two_phase --scale cpu             5,000 images of CIFAR-10
            vitprobe run li/two_phase --scale paper --device cuda     CIFAR-100; --train-size 5000 for little data
-Cost       Each seed takes two whole trainings and three of half their length. quick: 15 trainings of nano networks,
-           about 5 minutes of one core (estimated); cpu: 1096 s on two cores with 15 trainings of micro networks of nine
-           heads (measured, beside other work). paper: not measured.
+Cost       Each seed takes two whole trainings and three of half their length. quick: 15 trainings of nano networks, 64
+           s on two cores (measured); cpu: 1096 s on two cores with 15 trainings of micro networks of nine heads
+           (measured, beside other work). paper: not measured.
 Arms       All have nine heads, the same width and number of epochs, and share data, order and augmentation. "two
            phases": convolutional_vit for half of the epochs, then relative_vit, whose heads start by looking at the
            nine taps (logit 8); each phase has the recipe's whole schedule. "from scratch": relative_vit, which too has

@@ -10,8 +10,8 @@ Command    vitprobe run zheng/alpha                          digits, 4 x 4 token
            vitprobe run zheng/alpha --scale paper --device cuda --data cifar100       Table 4
            vitprobe run zheng/alpha --scale paper --device cuda --data svhn           Table 5
            With --data at the cpu scale give --train-size 5000 --test-size 2000 as well, and --out.
-Cost       quick: 27 trainings, about 5 minutes of one core (estimated). cpu: 36 trainings, 3368 s on two cores
-           (measured, beside other work). paper: 54 trainings of each data set, not measured.
+Cost       quick: 27 trainings, 179 s on two cores (measured). cpu: 36 trainings, 3368 s on two cores (measured, beside
+           other work). paper: 54 trainings of each data set, not measured.
 Networks   Nine heads, as many as a 3 x 3 kernel has taps (eight at the paper scale). Model I, whose queries and keys
            see alpha x tokens + (1 - alpha) x code in every layer; at alpha = 0 that is Model II. The initial weights
            are the same at every alpha. Images are augmented, but for SVHN, as published. Impulses are as in

@@ -8,8 +8,8 @@ Command    vitprobe run zheng/architectures                  digits, 4 x 4 token
            vitprobe run zheng/architectures --scale cpu --data cifar10               8 x 8 tokens
            vitprobe run zheng/architectures --scale paper --device cuda              16 x 16 tokens
 Cost       21 trainings: six ViTs and a ConvMixer of three seeds; the ConvMixers are shared with zheng/filters. quick:
-           about 5 minutes of one core (estimated); cpu: 1297 s on two cores without the three that zheng/frozen has
-           trained (measured, beside other work); paper: about one GPU hour each (estimated).
+           109 s on two cores (measured); cpu: 1297 s on two cores without the three that zheng/frozen has trained
+           (measured, beside other work); paper: about one GPU hour each (estimated).
 Protocol   Simple ViT with the sinusoidal code and without any; Model I with the sinusoidal and with the identity code;
            Model II with the sinusoidal code; Model III. Model II with the identity code is not here: its queries and
            keys are free matrices, so that it is Model III but for the width of the initial weights. All six have the

@@ -7,10 +7,10 @@ Claim      Z2: the more linearly independent fixed Gaussian filters are (the nar
 Command    vitprobe run zheng/filter_bank                    digits, filters of 3, 2 widths x 3 numbers
            vitprobe run zheng/filter_bank --scale cpu --data cifar10       filters of 5, 3 widths, 3 numbers, 5 epochs
            vitprobe run zheng/filter_bank --scale paper --device cuda      filters of 5, 5 widths x 5 numbers
-Cost       quick: 18 trainings, about 3 minutes of one core (estimated); cpu: 15 trainings of 5 epochs, 479 s on two
-           cores (measured); paper: 75 trainings of about half a GPU hour each (estimated). The grid is coarse at quick
-           and cpu, for the sake of three seeds; at cpu it is a cross: all filters distinct at every width, and every
-           number of them at the narrowest, so that (a) is over five cells.
+Cost       quick: 18 trainings, 47 s on two cores (measured); cpu: 15 trainings of 5 epochs, 479 s on two cores
+           (measured); paper: 75 trainings of about half a GPU hour each (estimated). The grid is coarse at quick and
+           cpu, for the sake of three seeds; at cpu it is a cross: all filters distinct at every width, and every number
+           of them at the narrowest, so that (a) is over five cells.
 Protocol   Filters are exp(-r^2 / 2s) around a place drawn at random, frozen, banks of the same mean squared norm; s is
            the variance [patches^2] that the published code calls sigma. Each layer draws its own filters, and each of
            its channels draws one of them, so that a layer may by chance hold fewer than it is given. Rank: the stable

@@ -6,9 +6,9 @@ Claim      Z1: frozen random filters and frozen impulses lose little against lea
 Command    vitprobe run zheng/filters                        digits, 8 x 8 tokens, filters of 3
            vitprobe run zheng/filters --scale cpu --data cifar10                     8 x 8 tokens, filters of 5
            vitprobe run zheng/filters --scale paper --device cuda                    16 x 16 tokens, filters of 5
-Cost       15 trainings of ConvMixers, 3 of them shared with zheng/architectures. quick: about 5 minutes of one core
-           (estimated); cpu: 363 s on two cores for the other 12 (measured, beside other work); paper: about half a GPU
-           hour each, and 0.8 GB of frozen matrices in every checkpoint of the permutations (estimated).
+Cost       15 trainings of ConvMixers, 3 of them shared with zheng/architectures. quick: 66 s on two cores for the other
+           12 (measured); cpu: 363 s on two cores for the other 12 (measured, beside other work); paper: about half a
+           GPU hour each, and 0.8 GB of frozen matrices in every checkpoint of the permutations (estimated).
 Protocol   Five kinds of filters, all else the same: data, order, recipe (no augmentation; which one the figure had is
            not known). Frozen filters keep their biases too, as in the authors' code, and there is no activation after
            the filters, as there. All frozen kinds have the same mean squared norm, that of the initial learned ones. A

@@ -6,7 +6,7 @@ Claim      Z6: maps frozen as drawn at random are very bad, maps frozen at impul
 Command    vitprobe run zheng/frozen                         digits, 4 x 4 tokens
            vitprobe run zheng/frozen --scale cpu             CIFAR-10, 8 x 8 tokens, 5,000 images
            vitprobe run zheng/frozen --scale paper --device cuda
-Cost       quick: 33 trainings, about 7 minutes of one core (estimated). cpu: 18 trainings, three of them shared with
+Cost       quick: 33 trainings, 146 s on two cores (measured). cpu: 18 trainings, three of them shared with
            zheng/architectures: 1366 s on two cores for 15 of them, 6 minutes with the other three (measured, beside
            other work). paper: 81 trainings, not measured.
 Networks   Data-free maps: Model II, whose queries and keys see the position code alone. Mixed maps: Model I, half

@@ -11,9 +11,9 @@ Command    vitprobe run zheng/no_augmentation                     digits, 4 x 4 
            For the last, PATH is Tiny-ImageNet as folders of classes, train/CLASS and val/CLASS: 200 classes of 64 px.
            The paper scale gives images above 32 px patches of 4 pixels, as published, which are 16 x 16 tokens again.
            Give --out as well, or it overwrites the results of CIFAR-10.
-Cost       quick: none of its own, because digits are never augmented: the 9 trainings are some of zheng/alpha. cpu: 274
-           s on two cores (measured, beside other work) with 3 trainings, random and impulse being some of zheng/frozen.
-           paper: 9 trainings of each data set, not measured.
+Cost       quick: none of its own, because digits are never augmented: the 9 trainings are some of zheng/alpha (21 s on
+           two cores, measured). cpu: 274 s on two cores (measured, beside other work) with 3 trainings, random and
+           impulse being some of zheng/frozen. paper: 9 trainings of each data set, not measured.
 Networks   As in zheng/alpha.py, without tokens in the logits (Model II), at the paper scale with a share of 0.2 (Model
            I); the same initial weights and the same recipe but for the augmentation.
 Rule       Set before anything was measured. Of each seed the test accuracy of impulse less that of random, and less
