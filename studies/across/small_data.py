@@ -7,9 +7,9 @@ Question   None of the four papers puts its families and measurements side by si
 Command    vitprobe run across/small_data                    digits; shares its networks with park_kim/fourier
            vitprobe run across/small_data --scale cpu --data cifar10
            vitprobe run across/small_data --scale paper --device cuda
-Cost       no training beyond families.grid. Beside it, the eigenvalues of one epoch, and three passes over the test
-           images for all other probes: 369 s on two cores at the cpu scale (measured, eigenvalues taken from
-           park_kim/spectra but for the ConvMixers).
+Cost       no training beyond families.grid: 396 s on two cores at quick with all of it (measured). Beside it, the
+           eigenvalues of one epoch, and three passes over the test images for all other probes: 369 s on two cores at
+           the cpu scale (measured, eigenvalues taken from park_kim/spectra but for the ConvMixers).
 Measures   NEP and APE at the end of warm-up, as in park_kim/spectra. Change of the relative log amplitude at the
            highest frequency, and of the variance over mean square, by units that keep the grid: summed over them, since
            units of different kinds change them differently, and a median would fall between the kinds.
