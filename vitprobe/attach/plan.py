@@ -48,9 +48,8 @@ def plan(
     Returns:
         The plan.
     """
-    batch = change_tensors(
-        first_images(to_model(batch, model), 2), torch.clone
-    )  # a model may write to what it is given
+    # A copy, since a model may write to what it is given.
+    batch = change_tensors(first_images(to_model(batch, model), 2), torch.clone)
     images = images_of(batch)
     forward(model, batch)  # models that make tables the first time they are called do what they always do the second
     tracer = Tracer(model, [tensor for tensor in tensors_of(batch) if tensor.is_floating_point()], images)

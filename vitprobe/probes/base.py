@@ -568,11 +568,11 @@ def coordinates(places: Sequence[Unit] | Sequence[AttentionSite]) -> dict[str, A
     """The coordinates along `layer` of units or attention sites."""
     grids = [place.layout.grid if isinstance(place, Unit) else place.grid for place in places]
     prefixes = [place.layout.prefix if isinstance(place, Unit) else place.prefix for place in places]
+    sites = [place for place in places if isinstance(place, AttentionSite)]  # all of them, or none
     apart: dict[str, Any] = {}
-    if any(isinstance(place, AttentionSite) and place.keys is not None for place in places):
-        between = [place.key_grid if isinstance(place, AttentionSite) else None for place in places]
+    if any(site.keys is not None for site in sites):
         for axis, (name, text) in enumerate({"key_grid_h": "rows", "key_grid_w": "columns"}.items()):
-            grid = [sizes[axis] for sizes in between if sizes]
+            grid = [site.key_grid[axis] for site in sites]
             apart[name] = ("layer", grid, {"long_name": f"{text} of patches that are looked at", "units": "1"})
     return apart | {
         "layer": ("layer", np.arange(len(places)), {"long_name": "place in the order of the forward pass"}),
